@@ -1,0 +1,103 @@
+"""Device protocol: where an artifact runs. `cuda` assembles its PTX, `cpu` translates it.
+
+Buffers are torch tensors on the device's memory, allocated by the judge; their extent is the buffer's extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from sandbox.artifact import Artifact, PlanName
+from sandbox.verdict import Failure, KernelResources, Status
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Sizes in bytes, rates in bytes per second. `stream_rate` is measured or None."""
+
+    kind: Literal["cuda", "cpu"]
+    name: str
+    arch: str
+    sms: int
+    l2_bytes: int
+    smem_optin_bytes: int
+    memory_bytes: int
+    spec_rate: float | None
+    stream_rate: float | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def slug(self) -> str:
+        """Folder name below kernels_out, such as `h200` or `cpu`."""
+        words = self.name.lower().replace("nvidia", "").split()
+        return "-".join(words) or self.kind
+
+
+class Refused(Exception):
+    """The device does not run this: `unsupported`, `lint`, `plan_error` or `compile_error`, with the reason."""
+
+    def __init__(self, status: Status, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.status, self.failure = status, failure
+
+
+class Faulted(Exception):
+    """The kernel broke while running: `fault`, `hang` or `cheat`. The process must not be used again on cuda."""
+
+    def __init__(self, status: Status, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.status, self.failure = status, failure
+
+
+class Bound(Protocol):
+    """A plan with addresses filled in."""
+
+    launches: int
+
+    def launch(self) -> None:
+        """Enqueue all launches in stream order (cpu: run them). Raises Faulted."""
+        ...
+
+    def capture(self) -> Bound:
+        """The same plan as one replayable unit (cuda: a CUDA graph; cpu: itself)."""
+        ...
+
+    def modelled_us(self) -> float | None:
+        """Modelled time of the last launch in microseconds; None where times are measured."""
+        ...
+
+
+class Program(Protocol):
+    """A loaded artifact."""
+
+    resources: tuple[KernelResources, ...]
+
+    def bind(
+        self, plan: PlanName, buffers: Mapping[str, torch.Tensor], undefined: frozenset[str] = frozenset()
+    ) -> Bound:
+        """Patch relocations. `undefined`: buffers whose content counts as never written. Raises Refused."""
+        ...
+
+    def findings(self) -> tuple[Failure, ...]:
+        """What the device saw beyond results: races, reads of unwritten memory (cpu); empty on cuda."""
+        ...
+
+
+class Device(Protocol):
+    kind: Literal["cuda", "cpu"]
+    torch_device: str
+
+    def facts(self) -> DeviceFacts: ...
+
+    def load(self, artifact: Artifact) -> Program:
+        """Validate as hostile input, assemble or translate. Raises Refused."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all launches. Raises Faulted."""
+        ...

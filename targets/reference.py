@@ -1,0 +1,74 @@
+"""The contract between the judge and a target's reference. Torch only; loaded in the judge process, never in the agent.
+
+A reference owns the mathematics: it makes tensors from a secret seed and computes what a step must produce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from targets.base import Workload
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Integer choices (router ids) that may differ only where the oracle's own margin is inside its noise.
+
+    `allowed[...]`: bool tensor shaped like the buffer's leading dims (one flag a row): True where the margin at the
+    selection boundary is below the score error bound, so that another id set there is no fault.
+    """
+
+    buffer: str
+    allowed: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Outputs and states after one step, by buffer name. Buffers of group outputs and states that are not listed must
+    be unchanged bit for bit. `masks[name]`: bool, True where an element is specified; elsewhere it must be unchanged.
+    `exact`: names that must match bit for bit (copied data)."""
+
+    tensors: Tensors
+    ties: tuple[Tie, ...] = ()
+    masks: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    exact: frozenset[str] = frozenset()
+
+
+class Reference(Protocol):
+    """Constructed with no arguments. All tensors: shapes and dtypes of `Workload.buffers`, on `device`."""
+
+    schedules: tuple[str, ...]
+    """Names of legitimate working-precision schedules (at least 3) that make the noise band; `oracle` is fp64."""
+
+    def weights(self, w: Workload, seed: int, device: str) -> Tensors:
+        """Every buffer of group weights. Deterministic in (w, seed); not in device."""
+        ...
+
+    def states(self, w: Workload, seed: int, device: str) -> Tensors:
+        """Every buffer of group states at a plausible moment of decoding (caches filled, S non-zero)."""
+        ...
+
+    def inputs(self, w: Workload, seed: int, step: int, device: str) -> Tensors:
+        """Every buffer of group inputs for that step; values differ from step to step."""
+        ...
+
+    def distributions(self, w: Workload) -> tuple[str, ...]:
+        """Names of further input distributions, such as `large`, `spike`, `ties`, `one_expert`; may be empty."""
+        ...
+
+    def disturb(self, w: Workload, name: str, seed: int, tensors: Tensors) -> Tensors:
+        """Copy of `tensors` (all groups) with that distribution applied."""
+        ...
+
+    def run(
+        self, w: Workload, tensors: Tensors, schedule: str, forced: Mapping[str, torch.Tensor] | None = None
+    ) -> Expected:
+        """One step from `tensors` (inputs, weights, states), which stay unchanged. `forced`: a candidate's integer
+        choices by buffer name, used instead of the reference's own (teacher forcing)."""
+        ...
