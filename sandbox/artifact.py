@@ -180,7 +180,8 @@ def from_manifest(manifest: object, blobs: Mapping[str, bytes]) -> Artifact:
     if m["schema"] != SCHEMA:
         raise Malformed("schema", f"is {m['schema']!r}, this version reads {SCHEMA}")
     buffers = tuple(
-        _buffer(b, f"buffers[{i}]") for i, b in enumerate(strict.items(m["buffers"], "buffers", MAX_BUFFERS))
+        _buffer(b, f"buffers[{i}]")
+        for i, b in enumerate(strict.items(m["buffers"], "buffers", MAX_BUFFERS))
     )
     by_name = {b.name: b for b in buffers}
     if len(by_name) != len(buffers):
@@ -197,7 +198,8 @@ def from_manifest(manifest: object, blobs: Mapping[str, bytes]) -> Artifact:
         tunables=strict.scalars(m["tunables"], "tunables"),
         source_sha256=strict.sha256(m["source_sha256"], "source_sha256"),
         toolchain={
-            k: strict.text(v, f"toolchain.{k}", 256) for k, v in strict.scalars(m["toolchain"], "toolchain").items()
+            k: strict.text(v, f"toolchain.{k}", 256)
+            for k, v in strict.scalars(m["toolchain"], "toolchain").items()
         },
     )
 
@@ -210,7 +212,8 @@ def _buffer(value: object, at: str) -> Buffer:
         raise Malformed(f"{at}.name", f"{name!r} is in none of the groups {', '.join(GROUPS)}")
     dtype = strict.dtype(m["dtype"], f"{at}.dtype")
     shape = tuple(
-        strict.integer(x, f"{at}.shape", 1, 1 << 40) for x in strict.items(m["shape"], f"{at}.shape", 8)
+        strict.integer(x, f"{at}.shape", 1, 1 << 40)
+        for x in strict.items(m["shape"], f"{at}.shape", 8)
     )
     if nbytes(dtype, shape) > MAX_BUFFER_BYTES:
         raise Malformed(f"{at}.shape", "is too large")
@@ -226,7 +229,9 @@ def _buffer(value: object, at: str) -> Buffer:
     return Buffer(name, dtype, shape, align, init, lifetime)  # type: ignore[arg-type]
 
 
-def _constants(value: object, by_name: Mapping[str, Buffer], blobs: Mapping[str, bytes]) -> dict[str, bytes]:
+def _constants(
+    value: object, by_name: Mapping[str, Buffer], blobs: Mapping[str, bytes]
+) -> dict[str, bytes]:
     declared = {n for n in by_name if n.startswith("constants.")}
     m = strict.keys(value, "constants", declared)
     out = {}
@@ -240,7 +245,9 @@ def _constants(value: object, by_name: Mapping[str, Buffer], blobs: Mapping[str,
     return out
 
 
-def _plan(value: object, at: str, by_name: Mapping[str, Buffer], blobs: Mapping[str, bytes]) -> LaunchPlan:
+def _plan(
+    value: object, at: str, by_name: Mapping[str, Buffer], blobs: Mapping[str, bytes]
+) -> LaunchPlan:
     m = strict.keys(value, at, {"ptx", "launches"})
     data = strict.blob(m["ptx"], f"{at}.ptx", blobs)
     if len(data) > MAX_PTX_BYTES:
@@ -252,7 +259,9 @@ def _plan(value: object, at: str, by_name: Mapping[str, Buffer], blobs: Mapping[
     launches = strict.items(m["launches"], f"{at}.launches", MAX_LAUNCHES)
     if not launches:
         raise Malformed(f"{at}.launches", "is empty: the plan launches nothing")
-    return LaunchPlan(ptx, tuple(_launch(x, f"{at}.launches[{i}]", by_name) for i, x in enumerate(launches)))
+    return LaunchPlan(
+        ptx, tuple(_launch(x, f"{at}.launches[{i}]", by_name) for i, x in enumerate(launches))
+    )
 
 
 def _launch(value: object, at: str, by_name: Mapping[str, Buffer]) -> Launch:
@@ -274,13 +283,17 @@ def _launch(value: object, at: str, by_name: Mapping[str, Buffer]) -> Launch:
         param_offsets=offsets,
         relocations=_relocations(m["relocations"], f"{at}.relocations", params, by_name),
         smem=strict.integer(m["smem"], f"{at}.smem", 0, 232448),
-        cluster=None if m["cluster"] is None else strict.triple(m["cluster"], f"{at}.cluster", (16, 16, 16), product=16),
+        cluster=None
+        if m["cluster"] is None
+        else strict.triple(m["cluster"], f"{at}.cluster", (16, 16, 16), product=16),
         cooperative=strict.boolean(m["cooperative"], f"{at}.cooperative"),
         pdl=strict.boolean(m["pdl"], f"{at}.pdl"),
     )
 
 
-def _relocations(value: object, at: str, params: bytes, by_name: Mapping[str, Buffer]) -> tuple[Relocation, ...]:
+def _relocations(
+    value: object, at: str, params: bytes, by_name: Mapping[str, Buffer]
+) -> tuple[Relocation, ...]:
     out = []
     end = 0
     for i, item in enumerate(strict.items(value, at, MAX_PARAM_BYTES // 8)):

@@ -50,7 +50,9 @@ def write(artifact: Artifact, folder: Path) -> None:
 
 def load(folder: Path) -> Artifact:
     """Read and check an artifact folder as hostile input. Raises Malformed, also for missing or odd files."""
-    manifest = strict.parse(_read(folder / MANIFEST, MAX_MANIFEST_BYTES), "manifest", MAX_MANIFEST_BYTES)
+    manifest = strict.parse(
+        _read(folder / MANIFEST, MAX_MANIFEST_BYTES), "manifest", MAX_MANIFEST_BYTES
+    )
     blobs: dict[str, bytes] = {}
     names = sorted(p.name for p in folder.iterdir() if p.name != MANIFEST)
     if len(names) > MAX_FILES:

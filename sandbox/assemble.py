@@ -22,7 +22,9 @@ from sandbox.verdict import Failure, KernelResources
 DEADLINE_S = 120
 MEMORY_BYTES = 8 << 30
 _FUNCTION = re.compile(r"Compiling entry function '([^']+)'")
-_PROPERTIES = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_PROPERTIES = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
 _USED = re.compile(r"Used (\d+) registers")
 _SMEM = re.compile(r"(\d+) bytes smem")
 
@@ -72,7 +74,9 @@ def tool(name: str) -> Path:
 @cache
 def version(name: str = "ptxas") -> str:
     """Version text of a tool, such as `13.5.37`. Raises ToolchainMissing."""
-    text = subprocess.run([tool(name), "--version"], capture_output=True, text=True, timeout=30).stdout
+    text = subprocess.run(
+        [tool(name), "--version"], capture_output=True, text=True, timeout=30
+    ).stdout
     found = re.search(r"V(\d+\.\d+\.\d+)", text)
     return found[1] if found else "unknown"
 
@@ -105,7 +109,9 @@ def _run(command: list[str], work: str) -> str:
             env={"PATH": "/usr/bin:/bin", "TMPDIR": work, "LANG": "C.UTF-8"}, preexec_fn=_limit,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise AssemblyFailed(Failure("ptxas-deadline", f"ptxas did not end within {DEADLINE_S} s")) from error
+        raise AssemblyFailed(
+            Failure("ptxas-deadline", f"ptxas did not end within {DEADLINE_S} s")
+        ) from error
     report = done.stdout + done.stderr
     if done.returncode:
         raise AssemblyFailed(_failure(report, done.returncode))
@@ -119,7 +125,9 @@ def _limit() -> None:
 
 def _failure(report: str, code: int) -> Failure:
     lines = [x for x in report.splitlines() if "error" in x or "fatal" in x]
-    first = re.sub(r"^ptxas \S*kernel\.ptx, ", "", lines[0]) if lines else f"ptxas ended with {code}"
+    first = (
+        re.sub(r"^ptxas \S*kernel\.ptx, ", "", lines[0]) if lines else f"ptxas ended with {code}"
+    )
     found = re.search(r"line (\d+)", first)
     return Failure("ptxas", first[:400], {"ptx_line": int(found[1])} if found else {})
 
@@ -132,21 +140,30 @@ def _resources(report: str) -> list[KernelResources]:
             continue
         smem = _SMEM.search(piece)
         stack, stores, loads = (int(x) for x in frame.groups())
-        out.append(KernelResources(name[1], int(used[1]), stack, stores, loads, int(smem[1]) if smem else 0))
+        out.append(
+            KernelResources(
+                name[1], int(used[1]), stack, stores, loads, int(smem[1]) if smem else 0
+            )
+        )
     return out
 
 
 def _read(stored: Path) -> Assembled | None:
     try:
         report = stored.with_suffix(".txt").read_text()
-        return Assembled(stored.with_suffix(".cubin").read_bytes(), tuple(_resources(report)), version())
+        return Assembled(
+            stored.with_suffix(".cubin").read_bytes(), tuple(_resources(report)), version()
+        )
     except OSError:
         return None
 
 
 def _write(stored: Path, cubin: bytes, report: str) -> None:
     stored.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, data in ((".cubin", cubin), (".txt", report.encode())):  # the report last: it makes a hit
+    for suffix, data in (
+        (".cubin", cubin),
+        (".txt", report.encode()),
+    ):  # the report last: it makes a hit
         temporary = stored.with_suffix(f".{os.getpid()}.new")
         temporary.write_bytes(data)
         temporary.replace(stored.with_suffix(suffix))

@@ -1,7 +1,7 @@
-"""Jobs: what the agent asks of the sandbox, and what comes back. Plain data; the services run in processes of their own.
+"""Jobs: what the agent asks of the sandbox, and what comes back. Plain data; the services run in other processes.
 
 Compile jobs go to `python -m sandbox.compile.server`, judge jobs to `python -m sandbox.judge.server`
-(`sandbox.clients` starts them and speaks to them). This module imports neither.
+(`sandbox.compile_client` and `sandbox.judge_client` start them and speak to them). This imports neither.
 """
 
 from __future__ import annotations

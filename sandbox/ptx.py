@@ -69,7 +69,9 @@ def entries(ptx: str) -> tuple[Entry, ...]:
         header = ptx[match.end() : opening]
         if opening < 0:
             raise PtxError(f"kernel {match[1]} has no body")
-        out.append(Entry(match[1], _params(header, match[1]), match.start(), _closing(ptx, opening) + 1))
+        out.append(
+            Entry(match[1], _params(header, match[1]), match.start(), _closing(ptx, opening) + 1)
+        )
     if len({e.name for e in out}) != len(out):
         raise PtxError("two kernels of one name")
     return tuple(out)
@@ -85,7 +87,9 @@ def dedupe(ptx: str) -> tuple[str, dict[str, str]]:
     names: dict[str, str] = {}
     drop: list[Entry] = []
     for entry in entries(ptx):
-        text = re.sub(re.escape(entry.name) + r"(?![0-9A-Za-z$])", "@", ptx[entry.start : entry.end])
+        text = re.sub(
+            re.escape(entry.name) + r"(?![0-9A-Za-z$])", "@", ptx[entry.start : entry.end]
+        )
         text = _NUMBERED.sub(r"\1", text)
         first = kept.setdefault(text, entry.name)
         names[entry.name] = first

@@ -71,7 +71,9 @@ def integer(value: object, at: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise Malformed(at, "is no integer")
     if not low <= value <= high:
-        raise Malformed(at, f"is {value if abs(value) < 1 << 64 else 'huge'}, outside {low} to {high}")
+        raise Malformed(
+            at, f"is {value if abs(value) < 1 << 64 else 'huge'}, outside {low} to {high}"
+        )
     return value
 
 
@@ -111,12 +113,19 @@ def sha256(value: object, at: str) -> str:
 
 
 def hexbytes(value: object, at: str, most: int) -> bytes:
-    if not isinstance(value, str) or len(value) > 2 * most or len(value) % 2 or not _HEX.fullmatch(value):
+    if (
+        not isinstance(value, str)
+        or len(value) > 2 * most
+        or len(value) % 2
+        or not _HEX.fullmatch(value)
+    ):
         raise Malformed(at, f"is no lower-case hex of at most {most} bytes")
     return bytes.fromhex(value)
 
 
-def triple(value: object, at: str, most: tuple[int, int, int], product: int | None = None) -> tuple[int, int, int]:
+def triple(
+    value: object, at: str, most: tuple[int, int, int], product: int | None = None
+) -> tuple[int, int, int]:
     got = items(value, at, 3)
     if len(got) != 3:
         raise Malformed(at, "is no triple")

@@ -1,7 +1,7 @@
 """Verdict: what the judge says of a candidate, and the one status enum of the project.
 
-Illegal states cannot be built: timing only with `passed`, a failing tensor only with `wrong` or `flaky`. The JSON form is
-the schema of verdict.json and of every `--json`.
+Illegal states cannot be built: timing only with `passed`, a failing tensor only with `wrong` or `flaky`. The JSON form
+is the schema of verdict.json and of every `--json`.
 """
 
 from __future__ import annotations
@@ -174,7 +174,11 @@ class Verdict:
             raise ValueError("an outcome belongs to passed, and to it alone")
         if (self.failure is None) != passed:
             raise ValueError("a failure belongs to every status but passed")
-        if self.correctness is not None and self.status not in (Status.PASSED, Status.WRONG, Status.FLAKY):
+        if self.correctness is not None and self.status not in (
+            Status.PASSED,
+            Status.WRONG,
+            Status.FLAKY,
+        ):
             raise ValueError(f"correctness with status {self.status}")
         if passed and self.correctness is None:
             raise ValueError("passed without correctness")

@@ -111,7 +111,9 @@ def find(name: str) -> Target:
         return _from_file(name)
     _load_builtin()
     if name not in _TARGETS:
-        raise UnknownTarget(f"no target {name!r}; there are {', '.join(sorted(_TARGETS))}, or path/to/file.py:Name")
+        raise UnknownTarget(
+            f"no target {name!r}; there are {', '.join(sorted(_TARGETS))}, or path/to/file.py:Name"
+        )
     return _TARGETS[name]()
 
 

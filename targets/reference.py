@@ -67,7 +67,11 @@ class Reference(Protocol):
         ...
 
     def run(
-        self, w: Workload, tensors: Tensors, schedule: str, forced: Mapping[str, torch.Tensor] | None = None
+        self,
+        w: Workload,
+        tensors: Tensors,
+        schedule: str,
+        forced: Mapping[str, torch.Tensor] | None = None,
     ) -> Expected:
         """One step from `tensors` (inputs, weights, states), which stay unchanged. `forced`: a candidate's integer
         choices by buffer name, used instead of the reference's own (teacher forcing)."""

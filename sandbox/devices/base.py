@@ -78,7 +78,10 @@ class Program(Protocol):
     resources: tuple[KernelResources, ...]
 
     def bind(
-        self, plan: PlanName, buffers: Mapping[str, torch.Tensor], undefined: frozenset[str] = frozenset()
+        self,
+        plan: PlanName,
+        buffers: Mapping[str, torch.Tensor],
+        undefined: frozenset[str] = frozenset(),
     ) -> Bound:
         """Patch relocations. `undefined`: buffers whose content counts as never written. Raises Refused."""
         ...
