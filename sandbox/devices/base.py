@@ -5,9 +5,9 @@ Buffers are torch tensors on the device's memory, allocated by the judge; their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from sandbox.artifact import Artifact, PlanName
 from sandbox.verdict import Failure, KernelResources, Status
@@ -103,4 +103,28 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all launches. Raises Faulted."""
+        ...
+
+
+@runtime_checkable
+class Timer(Protocol):
+    """What a device whose times are measured adds to `Device` (cuda). All work goes to the device's one stream,
+    which is also torch's current stream while a job runs, so that torch baselines are timed alike."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture what `work` enqueues (`Bound.launch` of many steps, torch operators) into one CUDA graph, upload
+        it and return its replay. The graph lives as long as the replay. Raises Refused or Faulted."""
+        ...
+
+    def time(self, replay: Callable[[], None]) -> float:
+        """Microseconds between two device events around one call of `replay`; waits for the end. Raises Faulted."""
+        ...
+
+    def flush_l2(self) -> None:
+        """Evict the L2 cache (write and read 2 x its size) and reset persisting lines; enqueued, not waited for."""
+        ...
+
+    def conditions(self) -> Mapping[str, Any]:
+        """Now: sm_mhz, memory_mhz, watts, celsius, throttle (list of reasons), processes; what cannot be read is
+        missing."""
         ...
