@@ -22,10 +22,13 @@ class Tie:
 
     `allowed[...]`: bool tensor shaped like the buffer's leading dims (one flag a row): True where the margin at the
     selection boundary is below the score error bound, so that another id set there is no fault.
+    `eligible`: bool, leading dims of `allowed` + (choices,): which ids may then be chosen, in any order. Without it the
+    judge accepts only ids that the oracle or a schedule chose itself in that row.
     """
 
     buffer: str
     allowed: torch.Tensor
+    eligible: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -74,5 +77,6 @@ class Reference(Protocol):
         forced: Mapping[str, torch.Tensor] | None = None,
     ) -> Expected:
         """One step from `tensors` (inputs, weights, states), which stay unchanged. `forced`: a candidate's integer
-        choices by buffer name, used instead of the reference's own (teacher forcing)."""
+        choices by buffer name, used instead of the reference's own (teacher forcing). The returned tensor and tie of
+        such a buffer stay the reference's own choice, given the forced choices before it."""
         ...
