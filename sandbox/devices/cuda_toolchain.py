@@ -1,0 +1,70 @@
+"""From an artifact's PTX to machine code that may be loaded: refusals, assembly, lint.
+
+Runs no GPU code and opens no context. Only cubins made here are ever given to the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sandbox.artifact import Artifact
+from sandbox.assemble import Assembled, AssemblyFailed, ToolchainMissing, assemble
+from sandbox.devices import cuda_plan
+from sandbox.devices.base import Faulted, Refused
+from sandbox.lint import lint
+from sandbox.ptx import PtxError
+from sandbox.verdict import Failure, KernelResources, Status
+
+
+@dataclass(frozen=True)
+class Built:
+    """Machine code by PTX text (plans often share a module), ptxas's report, and advice of the lint."""
+
+    cubins: Mapping[str, bytes]
+    resources: tuple[KernelResources, ...]
+    advice: tuple[Failure, ...]
+
+
+def build(artifact: Artifact) -> Built:
+    """Assemble and lint all plans. Raises Refused; Faulted (`infra`) if the assembler is missing or broken."""
+    reads = cuda_plan.prepare_reads(artifact)
+    if reads:
+        message = f"prepare names {', '.join(reads)[:200]}; it may see weights, constants and persistent workspace"
+        raise Refused(Status.PLAN_ERROR, Failure("prepare-scope", message))
+    plans = {"step": artifact.step} | ({"prepare": artifact.prepare} if artifact.prepare else {})
+    for name, plan in plans.items():
+        functions = cuda_plan.device_functions(plan.ptx)
+        if functions:
+            message = f"{name} calls the device runtime: {', '.join(functions)[:200]}"
+            raise Refused(Status.LINT, Failure("extern-function", message))
+    done: dict[str, Assembled] = {}
+    for name, plan in plans.items():
+        if plan.ptx not in done:
+            done[plan.ptx] = _assemble(name, plan.ptx, artifact.arch)
+    try:
+        report = lint(artifact, {name: done[plan.ptx] for name, plan in plans.items()})
+    except PtxError as error:
+        raise Refused(
+            Status.PLAN_ERROR, Failure("ptx", f"the PTX is malformed: {error}")
+        ) from error
+    except ToolchainMissing as error:
+        raise Faulted(Status.INFRA, Failure("toolchain", str(error))) from error
+    if report.refusals:
+        raise Refused(Status.LINT, report.refusals[0])
+    resources = {r.kernel: r for a in done.values() for r in a.resources}
+    return Built(
+        {ptx: a.cubin for ptx, a in done.items()}, tuple(resources.values()), report.advice
+    )
+
+
+def _assemble(name: str, ptx: str, arch: str) -> Assembled:
+    try:
+        return assemble(ptx, arch)
+    except AssemblyFailed as error:
+        where = {**error.failure.where, "plan": name}
+        raise Refused(
+            Status.COMPILE_ERROR, Failure(error.failure.rule, error.failure.message, where)
+        ) from error
+    except (ToolchainMissing, OSError) as error:
+        raise Faulted(Status.INFRA, Failure("toolchain", str(error)[:300])) from error
