@@ -1,1 +1,1 @@
-"""Kimi K3 decode: one tensor-parallel rank's run of layers and the pieces it is made of. `spec` registers the targets."""
+"""Kimi K3 decode: one tensor-parallel rank's run of layers, and its pieces. `spec` registers the targets."""

@@ -96,7 +96,7 @@ def kda_states(p: Shape) -> Iterator[Row]:
 
 
 def mla_weights(p: Shape) -> Iterator[Row]:
-    """`w_uk` [head, nope, kv_lora] and `w_uv` [head, v, kv_lora] (the rows of W_UV transposed, as `kv_b_proj` has them)."""
+    """`w_uk` [head, nope, kv_lora] and `w_uv` [head, v, kv_lora] (W_UV transposed, as `kv_b_proj` has it)."""
     s = p.sizes
     yield "a_proj", "bf16", (s.a_proj_rows, s.hidden)
     yield "q_a_norm", "bf16", (s.q_lora,)

@@ -72,7 +72,7 @@ def floor(
     counts: tuple[int, int],
     distinct: Sequence[float] | None = None,
 ) -> Floor:
-    """Floor of a step over `counts` = (KDA, MLA) layers. `distinct`: experts read in each MoE layer; None = expected."""
+    """Floor of a step over `counts` = (KDA, MLA) layers. `distinct`: experts read per MoE layer; None = expected."""
     kda_layers, mla_layers = counts
     moe_layers = sum(1 for b in buffers if b.name.endswith(".w1"))
     if distinct is None:

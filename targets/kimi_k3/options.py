@@ -1,0 +1,116 @@
+"""What a user may ask of the Kimi K3 targets, resolved to a concrete run, and the plain numbers candidates see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from targets.base import Options, Scalar, UnknownOption
+from targets.kimi_k3.buffers import Shape
+from targets.kimi_k3.sizes import EPS, PRESETS, ROWS
+
+CHOICES = {"latent_down": ("sharded", "replicated"), "router": ("replicated", "sharded")}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A resolved request: the shape, and which layers of the model run (pieces: instances)."""
+
+    shape: Shape
+    first: int
+    layers: int
+
+    @property
+    def models_layers(self) -> range:
+        return range(self.first, self.first + self.layers)
+
+    @property
+    def attn(self) -> str:
+        return "".join("M" if self.shape.sizes.is_mla(n) else "K" for n in self.models_layers)
+
+    @property
+    def ffn(self) -> str:
+        return "".join("D" if self.shape.sizes.is_dense(n) else "E" for n in self.models_layers)
+
+    @property
+    def bank_old(self) -> int:
+        return -(-self.first // self.shape.sizes.block)
+
+    @property
+    def bank_rows(self) -> int:
+        return -(-(self.first + self.layers) // self.shape.sizes.block)
+
+
+def resolve(part: str, options: Options) -> Run:
+    """Raises UnknownOption with what there is."""
+    if options.preset not in PRESETS:
+        raise UnknownOption(f"no preset {options.preset!r}; there are {', '.join(PRESETS)}")
+    preset = PRESETS[options.preset]
+    extra = _extra(part, options)
+    first = extra.get("first", preset.first) if part == "decode" else 0
+    layers = options.layers or (preset.layers if part == "decode" else preset.instances)
+    if options.rows not in ROWS:
+        raise UnknownOption(f"rows {options.rows}: there are {', '.join(map(str, ROWS))}")
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0 or layers < 1:
+        raise UnknownOption(f"a run of {layers} layers from layer {first} is none")
+    most = preset.sizes.total_layers
+    if part == "decode" and first + layers > most:
+        raise UnknownOption(
+            f"layers {first} to {first + layers - 1}: {options.preset} has layers 0 to {most - 1}"
+        )
+    if part != "decode" and layers > 128:
+        raise UnknownOption(f"{layers} instances: at most 128")
+    context = options.context or preset.context
+    if not 1 <= context <= 1 << 20:
+        raise UnknownOption(f"context {context}: 1 to 1048576")
+    shape = Shape(
+        preset.sizes, options.rows, context,
+        latent_sharded=extra.get("latent_down", "sharded") == "sharded",
+        router_sharded=extra.get("router", "replicated") == "sharded",
+    )  # fmt: skip
+    return Run(shape, first, layers)
+
+
+def _extra(part: str, options: Options) -> dict[str, Scalar]:
+    known = {"decode": {"first", *CHOICES}, "latent-moe": set(CHOICES)}.get(part, set())
+    for name, value in options.extra.items():
+        if name not in known:
+            raise UnknownOption(
+                f"kimi-k3-{part} has no option {name!r}; there are {', '.join(sorted(known)) or 'none'}"
+            )
+        if name in CHOICES and value not in CHOICES[name]:
+            raise UnknownOption(f"{name} {value!r}: {' or '.join(CHOICES[name])}")
+    return dict(options.extra)
+
+
+def counts(part: str, run: Run) -> tuple[int, int]:
+    """(KDA, MLA) layers."""
+    if part == "decode":
+        return run.attn.count("K"), run.attn.count("M")
+    return (run.layers if part == "kda" else 0), (run.layers if part == "mla" else 0)
+
+
+def bank_rows(part: str, run: Run) -> int:
+    if part == "attn-res":
+        s = run.shape.sizes
+        return min(-(-s.total_layers // s.block), run.layers)
+    return run.bank_rows
+
+
+def dims(part: str, run: Run) -> dict[str, Scalar]:
+    """What a candidate reads as `cfg.dims.NAME`; head counts and `*_dim`, `*_rows` are this rank's."""
+    p, s = run.shape, run.shape.sizes
+    return {
+        "rows": p.rows, "layers": run.layers, "first": run.first, "ranks": s.ranks, "context": p.context,
+        "attn": run.attn if part == "decode" else {"kda": "K", "mla": "M"}.get(part, "") * run.layers,
+        "ffn": run.ffn if part == "decode" else "E" * run.layers if part == "latent-moe" else "",
+        "hidden": s.hidden, "hidden_local": s.hidden_local, "eps": EPS,
+        "block": s.block, "bank_old": run.bank_old, "bank_rows": bank_rows(part, run),
+        "kda_heads": s.kda_heads, "head_dim": s.head_dim, "kda_dim": s.kda_dim, "f_rank": s.f_rank,
+        "in_proj_rows": s.in_proj_rows, "slots": p.slots,
+        "mla_heads": s.mla_heads, "q_lora": s.q_lora, "kv_lora": s.kv_lora, "qk_nope": s.qk_nope,
+        "qk_rope": s.qk_rope, "v_dim": s.v_dim, "mla_dim": s.mla_dim, "kv_dim": s.kv_dim,
+        "a_proj_rows": s.a_proj_rows, "page": s.page, "pages": p.pages, "pages_per_request": p.pages_per_request,
+        "latent": s.latent, "latent_rows": p.latent_rows, "latent_sharded": p.latent_sharded,
+        "experts": s.experts, "topk": s.topk, "router_rows": p.router_rows, "router_sharded": p.router_sharded,
+        "expert_dim": s.expert_dim, "shared_dim": s.shared_dim, "dense_dim": s.dense_dim,
+    }  # fmt: skip
