@@ -1,0 +1,174 @@
+"""Prompts within their budgets, and strict readers of answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import prompts
+from agent import diffs
+from agent.book import Book, folded, stated_gain
+from agent.models.base import BadFormat
+from agent.models.pricing import CHARS_PER_TOKEN
+from agent.types import Direction, Situation, Task, Tried
+from sandbox.artifact import Buffer
+from sandbox.verdict import Correctness, Failure, Outcome, Status, Tier, Trust, Verdict
+from targets.base import Floor
+
+SOURCE = (
+    "import cutlass\n\n\ndef step(t, cfg, stream):\n    a = 1\n    b = 2\n    c = 3\n    return a\n"
+)
+
+
+def verdict(status: Status, **more: object) -> Verdict:
+    passed = status is Status.PASSED
+    base: dict[str, object] = {
+        "status": status, "target": "toy", "artifact": "0" * 64, "device": {"name": "cpu"}, "tier": Tier.SCREEN,
+        "trust": Trust.JUDGED, "isolation": {}, "date": "2026-11-29",
+        "outcome": Outcome.NOT_TIMED if passed else None,
+        "failure": None if passed else Failure("rule-x", "it broke | badly\nin two lines", {"line": 5}),
+        "correctness": Correctness(3, 2, 3, (), (), ()) if passed else None,
+    }  # fmt: skip
+    return Verdict(**{**base, **more})  # type: ignore[arg-type]
+
+
+def tried(seq: int, status: Status = Status.PASSED, **more: object) -> Tried:
+    base = Tried(
+        seq=seq, round=1, parent=0 if seq else None, direction=f"direction {seq}", note="", predicted_gain=1.1,
+        source="0" * 64, tunables={}, verdict=verdict(status),
+    )  # fmt: skip
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def situation(n: int = 3) -> Situation:
+    buffers = (
+        Buffer("inputs.x", "bf16", (1, 512)),
+        Buffer("weights.layers.0.w", "bf16", (512, 512)),
+        Buffer("weights.layers.1.w", "bf16", (512, 512)),
+        Buffer("outputs.y", "bf16", (1, 512)),
+    )
+    task = Task(
+        "run",
+        "toy",
+        "a toy",
+        {"rows": 1},
+        {"hidden": 512},
+        buffers,
+        Floor(1000, 10),
+        "cpu",
+        "sm_90a",
+    )
+    history = tuple(tried(i) for i in range(n))
+    return Situation(task, 1, 2, history[0], SOURCE, history)
+
+
+def test_texts_keep_their_budgets() -> None:
+    for name, most in prompts.BUDGET_TOKENS.items():
+        assert len(prompts.text(name)) / CHARS_PER_TOKEN <= most, name
+
+
+def test_the_stable_part_comes_first_and_is_the_same_for_every_role() -> None:
+    book, s = Book(), situation()
+    made = [
+        book.plan(s), book.propose(s, Direction("d"), SOURCE), book.reflect(s),
+        book.repair(s, SOURCE, verdict(Status.COMPILE_ERROR)),
+    ]  # fmt: skip
+    assert len({p.stable for p in made}) == 1
+    assert "t.weights.layers[*].w: bf16 [512, 512] for 0, 1" in made[0].stable
+    assert all(SOURCE in p.body for p in made[:2])
+
+
+def test_a_long_history_is_shortened_but_no_source_is_cut() -> None:
+    s = situation(6000)
+    promoted = replace(s.history[3], promoted=True)
+    s = replace(s, history=(*s.history[:3], promoted, *s.history[4:]))
+    prompt = Book().plan(s)
+    assert (len(prompt.stable) + len(prompt.body)) / CHARS_PER_TOKEN <= 60_000
+    assert "| 5999 |" in prompt.body and "| 3 |" in prompt.body and "| 4 |" not in prompt.body
+    assert SOURCE in prompt.body
+
+
+def test_a_failure_stays_in_its_table_cell() -> None:
+    s = situation()
+    s = replace(s, history=(*s.history, tried(9, Status.FAULT)))
+    (row,) = [x for x in Book().plan(s).body.splitlines() if x.startswith("| 9 |")]
+    assert "it broke / badly in two lines" in row
+
+
+def test_repair_quotes_the_line() -> None:
+    assert "`a = 1`" in Book().repair(situation(), SOURCE, verdict(Status.COMPILE_ERROR)).body
+
+
+def test_jinja_in_a_source_is_data() -> None:
+    body = Book().propose(situation(), Direction("{{ s.k }}"), "x = '{{ 7 * 7 }}'\n").body
+    assert "{{ 7 * 7 }}" in body and "{{ s.k }}" in body and "49" not in body
+
+
+def test_a_whole_file_is_read() -> None:
+    got = Book().read_proposal("Predicted gain: 1.07\n\n```python\nx = 1\n```\n", SOURCE)
+    assert (got.source, got.predicted_gain) == ("x = 1\n", 1.07)
+
+
+def test_a_diff_is_applied_strictly() -> None:
+    new = SOURCE.replace("b = 2", "b = 20")
+    got = Book().read_proposal(f"```diff\n{diffs.make(SOURCE, new)}```", SOURCE)
+    assert got.source == new
+    with pytest.raises(BadFormat, match="expects line"):
+        Book().read_proposal(
+            f"```diff\n{diffs.make(SOURCE, new)}```", SOURCE.replace("b = 2", "b = 3")
+        )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no block",
+        "```python\nx\n```\n```python\ny\n```",
+        "```python\n\n```",
+        "```diff\nnothing\n```",
+    ],
+)
+def test_unclear_proposals_are_sent_back(text: str) -> None:
+    with pytest.raises(BadFormat):
+        Book().read_proposal(text, SOURCE)
+
+
+@pytest.mark.parametrize(
+    "text, gain",
+    [
+        ("Predicted gain: 1.05", 1.05),
+        ("**Predicted gain:** 5%", 1.05),
+        ("gain 2", None),
+        ("Predicted gain: 0", None),
+    ],
+)
+def test_stated_gain(text: str, gain: float | None) -> None:
+    assert stated_gain(text) == (pytest.approx(gain) if gain else None)
+
+
+def test_plans_are_read_with_and_without_a_fence() -> None:
+    text = '{"directions": [{"title": "a", "predicted_gain": 1.2, "parent": 3}, {"title": "b"}, {"title": "c"}]}'
+    for answer in (text, f"Here:\n```json\n{text}\n```"):
+        got = Book().read_plan(answer, 2)
+        assert [(d.title, d.predicted_gain, d.parent) for d in got] == [
+            ("a", 1.2, 3),
+            ("b", None, 0),
+        ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"directions": []}', '{"directions": [{"title": 1}]}', "[" * 100_000]
+)
+def test_broken_plans_are_sent_back(text: str) -> None:
+    with pytest.raises(BadFormat):
+        Book().read_plan(text, 2)
+
+
+def test_lessons_are_read() -> None:
+    assert Book().read_lessons('{"lessons": [" one ", ""]}') == ("one",)
+
+
+def test_folding_leaves_unlike_lines_alone() -> None:
+    lines = ["t.w[0].a: f32 [1]", "t.w[0].b: f32 [2]", "t.w[2].a: f32 [1]", "t.w[1].a: f32 [7]"]
+    assert folded(lines) == ["t.w[*].a: f32 [1] for 0, 2", "t.w[0].b: f32 [2]", "t.w[1].a: f32 [7]"]
