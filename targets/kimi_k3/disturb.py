@@ -1,0 +1,175 @@
+"""Unusual but lawful values: each function changes a few tensors of a copy, so that rare paths and limits are run.
+
+Those that change weights need the candidate's `prepare` run again. All results stay finite in a correct kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from targets.base import Workload
+from targets.kimi_k3.generate import cache_rows, generator
+from targets.reference import Tensors
+
+
+class Draft:
+    """A shallow copy of all tensors; `edit` copies one before it is changed."""
+
+    def __init__(self, w: Workload, seed: int, tensors: Tensors) -> None:
+        self.w, self.seed = w, seed
+        self.t = dict(tensors)
+
+    def names(self, *leaves: str) -> list[str]:
+        return [n for n in self.t if n.rsplit(".", 1)[-1] in leaves]
+
+    def activations(self) -> list[str]:
+        """x0, x.N, delta, delta.N, bank: what enters from outside, not from other ranks."""
+        heads = ("inputs.x0", "inputs.x.", "inputs.delta", "inputs.bank")
+        return [n for n in self.t if n.startswith(heads)]
+
+    def edit(self, name: str) -> Tensor:
+        self.t[name] = self.t[name].clone()
+        return self.t[name]
+
+    def has(self, leaf: str) -> bool:
+        return bool(self.names(leaf))
+
+    def random(self, shape: tuple[int, ...], name: str) -> Tensor:
+        return torch.randn(shape, generator=generator(self.seed, f"disturb.{name}", "cpu"))
+
+
+def _scale(factor: float) -> Callable[[Draft], None]:
+    def change(d: Draft) -> None:
+        for name in d.activations():
+            d.edit(name).mul_(factor)
+
+    return change
+
+
+def _spike(d: Draft) -> None:
+    """One element of each row is 100, elsewhere for every row."""
+    for name in d.activations():
+        x = d.edit(name)
+        at = d.random(tuple(x.shape), name).argmax(-1, keepdim=True).to(x.device)
+        x.scatter_(-1, at, 100.0)
+
+
+def _constant(d: Draft) -> None:
+    for name in d.activations():
+        x = d.edit(name)
+        x.copy_(x[..., :1].expand_as(x).clone())
+
+
+def _equal_sign(d: Draft) -> None:
+    for name in d.activations():
+        d.edit(name).abs_()
+
+
+def _heavy_tails(d: Draft) -> None:
+    """Cubes of normals: a few elements carry a row."""
+    for name in d.activations():
+        d.edit(name).pow_(3)
+
+
+def _router_ties(d: Draft) -> None:
+    """Experts 2j and 2j + 1 have equal router rows and biases: the lower id must come first."""
+    for name in d.names("router"):
+        router = d.edit(name)
+        router[1::2] = router[0::2]
+    for name in d.names("router_bias"):
+        bias = d.edit(name)
+        bias[1::2] = bias[0::2]
+
+
+def _one_choice(d: Draft) -> None:
+    """All rows choose the same experts, the first and the last among them."""
+    experts, topk = int(d.w.dims["experts"]), int(d.w.dims["topk"])
+    for name in d.names("router_bias"):
+        middle = 1 + d.random((experts - 2,), name).argsort()[: topk - 2]
+        chosen = torch.cat([torch.tensor([0, experts - 1]), middle])
+        d.edit(name)[chosen] += 10.0
+
+
+def _null_request(d: Draft) -> None:
+    """Request 0 is padding: null slot, length 0, nothing inserted; the other ranks send it zeros too."""
+    for name in d.names("slots", "slot_mapping"):
+        d.edit(name)[0] = -1 if name.endswith("mapping") else 0
+    for name in d.names("lengths"):
+        d.edit(name)[0] = 0
+    for name in d.names("attn"):
+        d.edit(name)[0] = 0
+
+
+def _no_insert(d: Draft) -> None:
+    """The last request's new row is not inserted: attention sees what the cache holds there."""
+    for name in d.names("slot_mapping"):
+        d.edit(name)[-1] = -1
+
+
+def _short(d: Draft) -> None:
+    """Lengths 1, page - 1, page, page + 1, ... as far as the context allows."""
+    page, most = int(d.w.dims["page"]), int(d.w.dims["context"])
+    lengths = d.edit("inputs.lengths")
+    for m in range(lengths.shape[0]):
+        lengths[m] = min((1, page - 1, page, page + 1)[(m + d.seed) % 4], most)
+    table = d.t["inputs.block_table"]
+    d.t["inputs.slot_mapping"] = cache_rows(table, lengths, page)
+
+
+def _stale_cache(d: Draft) -> None:
+    """Cache rows that no request sees hold large values."""
+    seen = torch.zeros(int(d.w.dims["pages"]) * int(d.w.dims["page"]), dtype=torch.bool)
+    table, lengths = d.t["inputs.block_table"].cpu().long(), d.t["inputs.lengths"].cpu()
+    page = int(d.w.dims["page"])
+    for m in range(lengths.shape[0]):
+        t = torch.arange(int(lengths[m]))
+        seen[table[m][t // page] * page + t % page] = True
+    for name in d.names("kv"):
+        kv = d.edit(name)
+        kv.view(-1, kv.shape[-1])[~seen.to(kv.device)] = 1000.0
+
+
+def _saturated(d: Draft) -> None:
+    """Queries twenty times as large: the softmax picks one token."""
+    for name in d.names("q_b"):
+        d.edit(name).mul_(20)
+
+
+def _decay(d: Draft) -> None:
+    """Half of the key channels forget at the bound, the others keep everything."""
+    for name in d.names("dt_bias"):
+        bias = d.edit(name)
+        bias[0::2] += 30.0
+        bias[1::2] -= 30.0
+
+
+def _beta(d: Draft) -> None:
+    """Write strengths at 0 and 1."""
+    first = 4 * int(d.w.dims["kda_dim"]) + int(d.w.dims["f_rank"])
+    for name in d.names("in_proj"):
+        d.edit(name)[first:].mul_(40)
+
+
+_ALL: dict[str, tuple[str, Callable[[Draft], None]]] = {
+    "large": ("", _scale(30.0)), "small": ("", _scale(0.01)), "spike": ("", _spike), "constant": ("", _constant),
+    "equal_sign": ("", _equal_sign), "heavy_tails": ("", _heavy_tails),
+    "router_ties": ("router", _router_ties), "one_choice": ("router", _one_choice),
+    "null_request": ("slots lengths", _null_request), "no_insert": ("lengths", _no_insert),
+    "short": ("lengths", _short), "stale_cache": ("lengths", _stale_cache), "saturated": ("lengths", _saturated),
+    "decay": ("slots", _decay), "beta": ("slots", _beta),
+}  # fmt: skip
+
+
+def names(w: Workload) -> tuple[str, ...]:
+    """Those that say something about this workload."""
+    leaves = {b.name.rsplit(".", 1)[-1] for b in w.buffers}
+    return tuple(n for n, (needs, _) in _ALL.items() if not needs or leaves & set(needs.split()))
+
+
+def apply(w: Workload, name: str, seed: int, tensors: Tensors) -> Tensors:
+    draft = Draft(w, seed, tensors)
+    _ALL[name][1](draft)
+    return draft.t

@@ -1,0 +1,194 @@
+"""Weights, states and inputs of the Kimi K3 targets from a seed, at realistic scales.
+
+A buffer's values depend on the seed and its name. Small workloads (and all inputs) are drawn on the CPU, so that every
+device sees the same numbers; large ones are drawn on the device itself. Not a checkpoint loader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from sandbox.artifact import Buffer
+from targets.base import Workload
+from targets.kimi_k3.buffers import Shape
+from targets.kimi_k3.maths.mxfp4 import MAGNITUDES
+from targets.kimi_k3.options import resolve
+from targets.kimi_k3.sizes import PAGE_HEADROOM
+from targets.reference import Tensors
+
+SMALL_BYTES = 256 << 20
+QUERY_GAIN = 2.0
+"""Attention scores of standard deviation about 2: a few hundred tokens of a long context matter."""
+CODE_RMS = math.sqrt(sum(m * m for m in MAGNITUDES) / len(MAGNITUDES))
+REMOTE_STD = {"attn": 0.4, "moe": 0.08, "shared": 0.35, "dense": 0.35}
+"""Standard deviation of the full sum over the ranks; the others' share is its (ranks - 1) / ranks in variance."""
+
+
+def shape_of(w: Workload) -> Shape:
+    return resolve(w.target.removeprefix("kimi-k3-"), w.options).shape
+
+
+def generator(seed: int, name: str, device: str) -> torch.Generator:
+    word = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
+    return torch.Generator(device).manual_seed(int.from_bytes(word, "little") >> 1)
+
+
+class Draw:
+    """Draws one buffer. `device`: where the values are made; `to`: where they go."""
+
+    def __init__(self, buffer: Buffer, seed: int, device: str, to: str) -> None:
+        self.shape, self.device, self.to = buffer.shape, device, to
+        self.g = generator(seed, buffer.name, device)
+
+    def normal(self, std: float, mean: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Row by row where the tensor is large, so that no float32 copy of it exists."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        flat = out.view(-1)
+        for part in flat.split(1 << 26):
+            part.copy_(torch.randn(part.shape, generator=self.g, device=self.device) * std + mean)
+        return out.to(self.to)
+
+    def uniform(self, low: float, high: float) -> Tensor:
+        u = torch.rand(self.shape, generator=self.g, device=self.device)
+        return (low + (high - low) * u).to(self.to)
+
+    def integers(self, low: int, high: int, dtype: torch.dtype) -> Tensor:
+        """low <= value < high."""
+        out = torch.randint(
+            low, high, self.shape, generator=self.g, device=self.device, dtype=dtype
+        )
+        return out.to(self.to)
+
+
+def weights(w: Workload, seed: int, device: str) -> Tensors:
+    wanted = [b for b in w.buffers if b.group == "weights"]
+    where = "cpu" if sum(b.nbytes for b in wanted) <= SMALL_BYTES else device
+    return {b.name: _weight(w, b, Draw(b, seed, where, device)) for b in wanted}
+
+
+def _weight(w: Workload, b: Buffer, draw: Draw) -> Tensor:
+    leaf = b.name.rsplit(".", 1)[-1]
+    hidden = int(w.dims["hidden"])
+    if leaf in _VECTORS:
+        return _VECTORS[leaf](draw)
+    if leaf.endswith("res_proj"):
+        return draw.normal(1.0 / math.sqrt(hidden))
+    if leaf.endswith("norm"):
+        return draw.normal(0.1, mean=1.0)
+    if b.dtype == "u8":
+        return _expert(w, b, draw)
+    if leaf == "in_proj":
+        return _in_proj(w, draw)
+    return draw.normal(_gain(leaf) / math.sqrt(fan_in(w, leaf, b.shape)))
+
+
+def _conv(draw: Draw) -> Tensor:
+    return draw.normal(0.5, dtype=torch.float32)
+
+
+def _a_log(draw: Draw) -> Tensor:
+    return draw.uniform(0.5, 2.0).log()
+
+
+def _dt_bias(draw: Draw) -> Tensor:
+    return draw.normal(1.5, mean=-3.0, dtype=torch.float32)
+
+
+def _bias(draw: Draw) -> Tensor:
+    return draw.normal(0.05, dtype=torch.float32)
+
+
+_VECTORS = {"conv": _conv, "A_log": _a_log, "dt_bias": _dt_bias, "router_bias": _bias}
+
+
+def _gain(leaf: str) -> float:
+    return QUERY_GAIN if leaf == "q_b" else 1.0
+
+
+def fan_in(w: Workload, leaf: str, shape: tuple[int, ...]) -> int:
+    """Summed elements of one output over all ranks, so that the full result keeps unit scale."""
+    split = leaf in ("o_proj", "shared_down", "dense_down", "w2")
+    columns = 2 * shape[-1] if leaf in ("w1", "w2", "w3") else shape[-1]
+    return columns * (w.ranks if split else 1)
+
+
+def _in_proj(w: Workload, draw: Draw) -> Tensor:
+    out = draw.normal(1.0 / math.sqrt(draw.shape[1]))
+    live = 4 * int(w.dims["kda_dim"]) + int(w.dims["f_rank"]) + int(w.dims["kda_heads"])
+    out[live:] = 0
+    return out
+
+
+def _expert(w: Workload, b: Buffer, draw: Draw) -> Tensor:
+    leaf = b.name.rsplit(".", 1)[-1]
+    if not leaf.endswith("_scale"):
+        return draw.integers(0, 256, torch.uint8)
+    groups = (*b.shape[:-1], b.shape[-1] * 16)
+    std = 1.0 / math.sqrt(fan_in(w, leaf.removesuffix("_scale"), groups))
+    middle = 127 + round(math.log2(std / CODE_RMS / 1.3))
+    return draw.integers(middle - 1, middle + 2, torch.uint8)
+
+
+def states(w: Workload, seed: int, device: str) -> Tensors:
+    wanted = [b for b in w.buffers if b.group == "states"]
+    where = "cpu" if sum(b.nbytes for b in wanted) <= SMALL_BYTES else device
+    scales = {"S": (0.2, torch.float32), "conv": (1.0, torch.bfloat16), "kv": (1.0, torch.bfloat16)}
+    out = {}
+    for b in wanted:
+        std, dtype = scales[b.name.rsplit(".", 1)[-1]]
+        out[b.name] = Draw(b, seed, where, device).normal(std, dtype=dtype)
+    return out
+
+
+def inputs(w: Workload, seed: int, step: int, device: str) -> Tensors:
+    """Requests, slots and pages stay those of the seed; each step brings new activations and one more token each."""
+    paging = paging_of(w, seed, step)
+    out = {}
+    for b in w.buffers:
+        if b.group != "inputs":
+            continue
+        leaf = b.name.removeprefix("inputs.")
+        if leaf in paging:
+            out[b.name] = paging[leaf].to(device)
+        else:
+            draw = Draw(b, seed, "cpu", device)
+            draw.g = generator(seed, f"{b.name}@{step}", "cpu")
+            dtype = torch.float32 if b.dtype == "f32" else torch.bfloat16
+            out[b.name] = draw.normal(_input_std(w, leaf), dtype=dtype)
+    return out
+
+
+def _input_std(w: Workload, leaf: str) -> float:
+    kind = leaf.rsplit(".", 1)[-1]
+    if not leaf.startswith("remote.") or kind not in REMOTE_STD:
+        return 1.0
+    return REMOTE_STD[kind] * math.sqrt((w.ranks - 1) / w.ranks)
+
+
+def paging_of(w: Workload, seed: int, step: int) -> Tensors:
+    """slots, lengths, block_table and slot_mapping. Request 0 has the full `context`; the others up to 1/8 less."""
+    p = shape_of(w)
+    g = generator(seed, "paging", "cpu")
+    slots = 1 + torch.randperm(p.slots - 1, generator=g)[: p.rows]
+    pages = torch.randperm(p.pages, generator=g)[: p.rows * p.pages_per_request]
+    table = pages.reshape(p.rows, p.pages_per_request)
+    shorter = torch.randint(0, p.context // 8 + 1, (p.rows,), generator=g)
+    shorter[0] = 0
+    lengths = p.context - shorter + step % PAGE_HEADROOM
+    return {
+        "slots": slots.to(torch.int32),
+        "lengths": lengths.to(torch.int32),
+        "block_table": table.to(torch.int32),
+        "slot_mapping": cache_rows(table, lengths, p.sizes.page),
+    }
+
+
+def cache_rows(table: Tensor, lengths: Tensor, page: int) -> Tensor:
+    """Flat cache row of the last token of each request, int64 [M]; -1 for length 0."""
+    last = (lengths.long() - 1).clamp(min=0)
+    row = table.long().gather(1, (last // page)[:, None])[:, 0] * page + last % page
+    return torch.where(lengths > 0, row, torch.full_like(row, -1))

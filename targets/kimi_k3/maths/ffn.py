@@ -1,0 +1,135 @@
+"""FFN of one rank: the router, the routed MXFP4 experts on the latent, the shared expert, and the dense layer 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from targets.kimi_k3.maths.layer import Layer
+from targets.kimi_k3.maths.mxfp4 import dequantise
+from targets.kimi_k3.maths.precision import (
+    Schedule,
+    bf,
+    inverse_rms,
+    linear,
+    linear_wide,
+    sigmoid,
+    situ,
+)  # fmt: skip
+
+Choose = Callable[[Tensor, Tensor], Tensor]
+"""(logits [M, E], bias [E]) -> ids int64 [M, topk] by descending rank."""
+PAIRS = 64
+"""(row, expert) pairs computed at a time: bounds the dequantised copies."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """`logits` [M, E], `ids` [M, topk] by descending rank, `weights` [M, topk] BF16 values."""
+
+    logits: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class MoeResult:
+    """`delta` [M, hidden]; `send` [M, hidden - hidden_local], None on one rank."""
+
+    delta: Tensor
+    routing: Routing
+    send: Tensor | None
+
+
+def joined(own: Tensor, remote: Mapping[str, Tensor], name: str) -> Tensor:
+    """All-gather: this rank's columns first, then what the others send."""
+    return torch.cat([own, remote[name].to(own.dtype)], -1) if name in remote else own
+
+
+def reduced(own: Tensor, remote: Mapping[str, Tensor], name: str) -> Tensor:
+    """All-reduce of BF16 partials: the sum in the working precision, rounded once."""
+    return bf(own + remote[name].to(own.dtype)) if name in remote else own
+
+
+def scores(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """(s, z): sigmoid scores (NaN counts 0) and selection scores (NaN ranks last)."""
+    s = sigmoid(logits)
+    z = s + bias.to(s.dtype)
+    return s.nan_to_num(nan=0.0), torch.where(torch.isnan(z), torch.full_like(z, -torch.inf), z)
+
+
+def top(z: Tensor, k: int) -> Tensor:
+    """Ids of the k largest by descending rank; ties go to the lower id."""
+    return torch.sort(z, dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def route(s: Schedule, y: Tensor, layer: Layer) -> Tensor:
+    """Logits [M, E], never rounded."""
+    return joined(linear_wide(s, y, layer.weights["router"]), layer.remote, "logits")
+
+
+def weigh(logits: Tensor, bias: Tensor, ids: Tensor) -> Routing:
+    """Weights of the chosen ids: from the scores, not from the biased ones."""
+    s, _ = scores(logits, bias)
+    chosen = s.gather(-1, ids)
+    return Routing(logits, ids, bf(chosen / (chosen.sum(-1, keepdim=True) + 1e-20)))
+
+
+def experts(s: Schedule, latent: Tensor, ids: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    """f_e = bf(w2 bf(SiTU(w1 l, w3 l))) for every (row, rank): latent [M, L], ids [M, topk] -> [M, topk, L]."""
+    rows = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(ids.shape[1])
+    out = []
+    for row, chosen in zip(rows.split(PAIRS), ids.flatten().split(PAIRS), strict=True):
+        x = latent[row]
+        gate = _batched(s, x, w["w1"][chosen], w["w1_scale"][chosen])
+        up = _batched(s, x, w["w3"][chosen], w["w3_scale"][chosen])
+        out.append(bf(_batched(s, bf(situ(gate, up)), w["w2"][chosen], w["w2_scale"][chosen])))
+    return torch.cat(out).reshape(*ids.shape, -1)
+
+
+def _batched(s: Schedule, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """x [P, K] with one weight matrix per pair -> [P, N]."""
+    weight = dequantise(codes, scale, s.dtype)
+    if s.chunks == 1:
+        return torch.bmm(weight, x.unsqueeze(-1)).squeeze(-1)
+    parts = [
+        torch.bmm(a, b.unsqueeze(-1)).squeeze(-1)
+        for a, b in zip(weight.chunk(s.chunks, -1), x.chunk(s.chunks, -1), strict=True)
+    ]
+    out = parts[-1]
+    for part in reversed(parts[:-1]):
+        out = out + part
+    return out
+
+
+def combine(f: Tensor, weights: Tensor) -> Tensor:
+    """bf of the weighted sum in rank order; f [M, topk, L], weights [M, topk]."""
+    acc = torch.zeros_like(f[:, 0])
+    for rank in range(f.shape[1]):
+        acc = acc + weights[:, rank, None] * f[:, rank]
+    return bf(acc)
+
+
+def moe(s: Schedule, y: Tensor, layer: Layer, choose: Choose) -> MoeResult:
+    """The latent MoE with its shared expert. `choose` turns logits and bias into the ids used."""
+    w, remote = layer.weights, layer.remote
+    logits = route(s, y, layer)
+    routing = weigh(logits, w["router_bias"], choose(logits, w["router_bias"]))
+    latent = joined(bf(linear(s, y, w["latent_down"])), remote, "latent")
+    z = reduced(combine(experts(s, latent, routing.ids, w), routing.weights), remote, "moe")
+    normed = bf(z * inverse_rms(s, z, s.round_squares) * w["latent_norm"].to(s.dtype))
+    u = bf(linear(s, normed, w["latent_up"]))
+    partial = gated(s, y, w["shared_gate_up"], w["shared_down"])
+    local = u.shape[-1]
+    own = bf(u + reduced(partial[:, :local], remote, "shared"))
+    send = partial[:, local:] if local < partial.shape[-1] else None
+    return MoeResult(joined(own, remote, "delta"), routing, send)
+
+
+def gated(s: Schedule, y: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """bf(bf(SiTU(G, U)) W_down^T) with G, U = bf(y W^T): the shared expert's and layer 0's partial."""
+    gate, up = bf(linear(s, y, gate_up)).chunk(2, -1)
+    return bf(linear(s, bf(situ(gate, up)), down))

@@ -1,0 +1,42 @@
+"""MXFP4 expert weights: E2M1 codes, two columns a byte (low nibble = even column), UE8M0 scales of 32 columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+GROUP = 32
+
+
+def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """codes uint8 [..., K/2], scale uint8 [..., K/32] -> [..., K]."""
+    values = _pairs(codes.device, dtype)[codes.int()].flatten(-2)
+    groups = values.unflatten(-1, (-1, GROUP)) * scale_value(scale).to(dtype).unsqueeze(-1)
+    return groups.flatten(-2)
+
+
+def scale_value(scale: Tensor) -> Tensor:
+    """2^(byte - 127) as float32, exactly; 255 is NaN."""
+    bits = (scale.int() << 23).view(torch.float32)
+    bits = torch.where(scale == 0, torch.full_like(bits, 2.0**-127), bits)
+    return torch.where(scale == 255, torch.full_like(bits, float("nan")), bits)
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Nearest MXFP4 of x [..., K]: (codes [..., K/2], scale [..., K/32]). For tests and for making weights."""
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    top = groups.abs().amax(-1).clamp(min=2.0**-100)
+    exponent = torch.floor(torch.log2(top)).to(torch.int32) - 2
+    scaled = groups / torch.exp2(exponent.float()).unsqueeze(-1)
+    table = torch.tensor(MAGNITUDES, device=x.device)
+    index = (scaled.abs().unsqueeze(-1) - table).abs().argmin(-1)
+    code = (index + 8 * (scaled < 0)).flatten(-2).to(torch.uint8)
+    return code[..., 0::2] | (code[..., 1::2] << 4), (exponent + 127).to(torch.uint8)
+
+
+def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[256, 2]: the two values of every byte."""
+    signed = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], device=device, dtype=dtype)
+    byte = torch.arange(256, device=device)
+    return torch.stack([signed[byte & 15], signed[byte >> 4]], -1)

@@ -1,0 +1,104 @@
+"""Schedules (how a step is computed) and the few numeric primitives that depend on them.
+
+The oracle is float64 between the defined BF16 rounding points. Working schedules accumulate in float32, in different
+orders, and take or leave the roundings that real kernels differ in: together they show how far correct kernels spread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from targets.kimi_k3.sizes import EPS
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`chunks`: split-K parts, added last to first. `framework`: products as torch computes them for BF16 tensors.
+
+    The optional roundings: `round_uo` (KDA's conv output and attention output cross kernels in stock serving and are
+    BF16 there; fused kernels keep FP32, and so does the oracle), `round_squares` (squares in the latent norm),
+    `round_p` (un-normalised softmax weights fed to a tensor core).
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    chunks: int = 1
+    framework: bool = False
+    round_uo: bool = False
+    round_squares: bool = False
+    round_p: bool = False
+
+
+ORACLE = Schedule("oracle", torch.float64)
+SCHEDULES = {
+    s.name: s
+    for s in (
+        ORACLE,
+        Schedule("f32"),
+        Schedule("split", chunks=8),
+        Schedule("rounded", chunks=4, round_uo=True, round_squares=True, round_p=True),
+        Schedule("framework", framework=True, round_uo=True),
+    )
+}
+
+
+def bf(x: Tensor) -> Tensor:
+    """Round to nearest even BF16, keep the working dtype."""
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return torch.sigmoid(x)
+
+
+def total(s: Schedule, x: Tensor) -> Tensor:
+    """Sum over the last dimension, kept."""
+    if s.chunks == 1 or x.shape[-1] < 2 * s.chunks:
+        return x.sum(-1, keepdim=True)
+    parts = [c.sum(-1, keepdim=True) for c in x.chunk(s.chunks, -1)]
+    return _add_up(parts)
+
+
+def _add_up(parts: list[Tensor]) -> Tensor:
+    """Last to first, so that the order differs from a plain loop's."""
+    out = parts[-1]
+    for part in reversed(parts[:-1]):
+        out = out + part
+    return out
+
+
+def linear(s: Schedule, x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, not rounded (but by the framework's own BF16 output)."""
+    if s.framework:
+        return (x.to(torch.bfloat16) @ weight.to(torch.bfloat16).T).to(s.dtype)
+    return linear_wide(s, x, weight)
+
+
+def linear_wide(s: Schedule, x: Tensor, weight: Tensor) -> Tensor:
+    """As `linear`, where even a framework gives a float32 result (router logits)."""
+    if s.chunks == 1:
+        return x @ weight.to(s.dtype).T
+    return _add_up(
+        [
+            a @ b.to(s.dtype).T
+            for a, b in zip(x.chunk(s.chunks, -1), weight.chunk(s.chunks, -1), strict=True)
+        ]
+    )
+
+
+def rms(s: Schedule, x: Tensor, weight: Tensor) -> Tensor:
+    """x * rsqrt(mean(x^2) + 1e-5) * weight, not rounded."""
+    return x * inverse_rms(s, x) * weight.to(s.dtype)
+
+
+def inverse_rms(s: Schedule, x: Tensor, square_bf16: bool = False) -> Tensor:
+    squares = bf(x * x) if square_bf16 else x * x
+    return torch.rsqrt(total(s, squares) / x.shape[-1] + EPS)
+
+
+def situ(gate: Tensor, up: Tensor) -> Tensor:
+    """SiTU(g, u) = 4 tanh(g / 4) sg(g) * 25 tanh(u / 25)."""
+    return 4 * torch.tanh(gate / 4) * sigmoid(gate) * 25 * torch.tanh(up / 25)

@@ -1,0 +1,155 @@
+"""One step of any of the targets: walks the layers and collects outputs and new states by buffer name.
+
+Input tensors stay unchanged: states are cloned before they are written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from targets.kimi_k3.maths import attn_res, ffn
+from targets.kimi_k3.maths.kda import kda
+from targets.kimi_k3.maths.layer import Layer, layer_of
+from targets.kimi_k3.maths.mla import Paging, mla
+from targets.kimi_k3.maths.precision import Schedule, bf, linear, rms
+from targets.kimi_k3.options import Run, bank_rows
+
+Tensors = dict[str, Tensor]
+
+
+class Step:
+    """`out` holds BF16 results in the working dtype until `results` gives them their buffers' dtypes.
+
+    `masks`: elements of the states that the step writes.
+    """
+
+    def __init__(self, run: Run, tensors: Tensors, schedule: Schedule, choose: ffn.Choose) -> None:
+        self.run, self.t, self.s, self.choose = run, tensors, schedule, choose
+        self.out: Tensors = {}
+        self.masks: Tensors = {}
+
+    def wide(self, name: str) -> Tensor:
+        return self.t[name].to(self.s.dtype)
+
+    def attention(self, n: int, kind: str, x: Tensor) -> Tensor:
+        layer = layer_of(self.t, n)
+        partial = self._kda(n, x, layer) if kind == "K" else self._mla(n, x, layer)
+        return ffn.reduced(partial, layer.remote, "attn")
+
+    def _kda(self, n: int, x: Tensor, layer: Layer) -> Tensor:
+        slots = self.t["inputs.slots"]
+        got = kda(self.s, x, layer, slots)
+        written = slots[got.live].long()
+        for name, value in (("S", got.S), ("conv", got.conv)):
+            old = layer.states[name]
+            new = old.clone()
+            new[written] = value[got.live].to(old.dtype)
+            mask = torch.zeros(old.shape[0], dtype=torch.bool, device=old.device)
+            mask[written] = True
+            self._state(f"states.layers.{n}.{name}", new, mask)
+        return got.partial
+
+    def _mla(self, n: int, x: Tensor, layer: Layer) -> Tensor:
+        pages = Paging(*(self.t[f"inputs.{k}"] for k in ("lengths", "block_table", "slot_mapping")))
+        kv = layer.states["kv"].clone()
+        partial = mla(self.s, x, Layer(layer.weights, {"kv": kv}, {}), pages).partial
+        mask = torch.zeros(kv.shape[:2], dtype=torch.bool, device=kv.device)
+        mask.view(-1)[pages.slot_mapping[pages.slot_mapping >= 0]] = True
+        self._state(f"states.layers.{n}.kv", kv, mask)
+        return partial
+
+    def _state(self, name: str, value: Tensor, rows: Tensor) -> None:
+        self.out[name] = value
+        self.masks[name] = rows.reshape(*rows.shape, *([1] * (value.ndim - rows.ndim))).expand(
+            value.shape
+        )
+
+    def ffn(self, n: int, kind: str, y: Tensor) -> Tensor:
+        layer = layer_of(self.t, n)
+        if kind == "D":
+            w = layer.weights
+            partial = ffn.gated(self.s, y, w["dense_gate_up"], w["dense_down"])
+            return ffn.reduced(partial, layer.remote, "dense")
+        got = ffn.moe(self.s, y, layer, self.choose)
+        if got.send is not None:
+            self.out[f"outputs.send.layers.{n}.shared"] = got.send
+        return got.delta
+
+    def decode(self) -> None:
+        run, s, block = self.run, self.s, self.run.shape.sizes.block
+        prefix = self.wide("inputs.x0")
+        delta = self.wide("inputs.delta") if run.first else None
+        bank = list(self.wide("inputs.bank").unbind(1)) if run.first else []
+        for n, (attn, kind) in enumerate(zip(run.attn, run.ffn, strict=True)):
+            model_layer = run.first + n
+            opens, rows = model_layer % block == 0, -(-model_layer // block)
+            w = layer_of(self.t, n).weights
+            if delta is not None:
+                prefix = bf(prefix + delta)
+            if opens:
+                bank.append(prefix)
+            x = attn_res.mix_norm(
+                s, [*bank[:rows], prefix], (w["attn_res_norm"], w["attn_res_proj"], w["attn_norm"])
+            )
+            a = self.attention(n, attn, x)
+            prefix, rows = (a, rows + 1) if opens else (bf(prefix + a), rows)
+            y = attn_res.mix_norm(
+                s, [*bank[:rows], prefix], (w["mlp_res_norm"], w["mlp_res_proj"], w["mlp_norm"])
+            )
+            delta = self.ffn(n, kind, y)
+        assert delta is not None
+        prefix = bf(prefix + delta)
+        mixed = attn_res.mix(
+            s, [*bank, prefix], self.t["weights.out_res_norm"], self.t["weights.out_res_proj"]
+        )
+        self.out["outputs.out"] = bf(rms(s, bf(mixed), self.t["weights.out_norm"]))
+        self.out["outputs.prefix"] = prefix
+        if len(bank) > run.bank_old:
+            self.out["outputs.bank"] = torch.stack(bank[run.bank_old :], 1)
+
+    def chain(self, part: str) -> None:
+        """gemv, kda, mla and latent-moe: a fresh input is added to each instance's predecessor."""
+        y: Tensor | None = None
+        for i in range(self.run.layers):
+            x = self.wide(f"inputs.x.{i}")
+            x = x if y is None else bf(x + y)
+            y = self._instance(part, i, x)
+            self.out[f"outputs.y.{i}"] = y
+
+    def _instance(self, part: str, i: int, x: Tensor) -> Tensor:
+        if part == "gemv":
+            return bf(linear(self.s, x, self.t[f"weights.layers.{i}.w"]))
+        if part == "latent-moe":
+            return self.ffn(i, "E", x)
+        return self.attention(i, {"kda": "K", "mla": "M"}[part], x)
+
+    def router(self) -> None:
+        weights = []
+        for i in range(self.run.layers):
+            layer = layer_of(self.t, i)
+            logits = ffn.route(self.s, self.wide(f"inputs.x.{i}"), layer)
+            bias = layer.weights["router_bias"]
+            weights.append(ffn.weigh(logits, bias, self.choose(logits, bias)).weights)
+        self.out["outputs.weights"] = torch.stack(weights)
+
+    def attn_res(self) -> None:
+        prefix, bank = self.wide("inputs.x0"), []
+        rows = bank_rows("attn-res", self.run)
+        for i in range(self.run.layers):
+            prefix = bf(prefix + self.wide(f"inputs.delta.{i}"))
+            w = layer_of(self.t, i).weights
+            self.out[f"outputs.y.{i}"] = attn_res.mix_norm(
+                self.s, [*bank, prefix], (w["res_norm"], w["res_proj"], w["out_norm"])
+            )
+            if i < rows:
+                bank.append(prefix)
+        self.out["outputs.bank"] = torch.stack(bank, 1)
+        self.out["outputs.prefix"] = prefix
+
+
+def walk(part: str, step: Step) -> None:
+    if part in ("decode", "router", "attn-res"):
+        {"decode": step.decode, "router": step.router, "attn-res": step.attn_res}[part]()
+    else:
+        step.chain(part)

@@ -1,0 +1,104 @@
+"""The reference of all Kimi K3 targets: `targets.reference.Reference` over the equations in `maths`.
+
+Values are made in `generate`, unusual ones in `disturb`. It does not judge: bands and limits are the judge's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from targets.base import Workload
+from targets.kimi_k3 import disturb, generate
+from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, Schedule
+from targets.kimi_k3.maths.step import Step, walk
+from targets.kimi_k3.options import Run, resolve
+from targets.kimi_k3.routing import Chooser, legitimate, near_ties, noise
+from targets.reference import Expected, Tensors, Tie
+
+IDS = "outputs.ids"
+DTYPES = {
+    "bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
+}  # fmt: skip
+SHADOWS = ("split", "rounded")
+"""Working schedules that measure the logit noise for the proof of ties."""
+
+
+class KimiReference:
+    """`run(..., "oracle")` is float64; the others are working precision. Routing follows `forced` where given.
+
+    For a noise band, run the schedules with the oracle's ids forced, so that a routing flip is no noise.
+    """
+
+    schedules = tuple(name for name in SCHEDULES if name != ORACLE.name)
+
+    def weights(self, w: Workload, seed: int, device: str) -> Tensors:
+        return generate.weights(w, seed, device)
+
+    def states(self, w: Workload, seed: int, device: str) -> Tensors:
+        return generate.states(w, seed, device)
+
+    def inputs(self, w: Workload, seed: int, step: int, device: str) -> Tensors:
+        return generate.inputs(w, seed, step, device)
+
+    def distributions(self, w: Workload) -> tuple[str, ...]:
+        return disturb.names(w)
+
+    def disturb(self, w: Workload, name: str, seed: int, tensors: Tensors) -> Tensors:
+        return disturb.apply(w, name, seed, tensors)
+
+    def run(
+        self,
+        w: Workload,
+        tensors: Tensors,
+        schedule: str,
+        forced: Mapping[str, Tensor] | None = None,
+    ) -> Expected:
+        part = w.target.removeprefix("kimi-k3-")
+        run = resolve(part, w.options)
+        wanted = (forced or {}).get(IDS)
+        chooser = Chooser(run.shape.sizes.topk, wanted)
+        step = _steps(part, run, tensors, (SCHEDULES[schedule], chooser))
+        out = step.out
+        ties: tuple[Tie, ...] = ()
+        if chooser.ids:
+            ids = torch.stack(chooser.ids)
+            if schedule == ORACLE.name:
+                shadows = [_shadow(part, run, tensors, (name, ids)) for name in SHADOWS]
+                ids, allowed = _prove(chooser, shadows, ids)
+                ties = (Tie(IDS, allowed),)
+            out[IDS] = ids
+        dtypes = {b.name: DTYPES[b.dtype] for b in w.buffers}
+        return Expected({k: v.to(dtypes[k]) for k, v in out.items()}, ties, step.masks)
+
+
+@torch.no_grad()
+def _steps(part: str, run: Run, tensors: Tensors, how: tuple[Schedule, Chooser]) -> Step:
+    step = Step(run, tensors, *how)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        walk(part, step)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    return step
+
+
+def _shadow(part: str, run: Run, tensors: Tensors, how: tuple[str, Tensor]) -> Chooser:
+    name, ids = how
+    chooser = Chooser(run.shape.sizes.topk, ids)
+    _steps(part, run, tensors, (SCHEDULES[name], chooser))
+    return chooser
+
+
+def _prove(oracle: Chooser, shadows: list[Chooser], used: Tensor) -> tuple[Tensor, Tensor]:
+    """(expected ids, allowed flags [layers, M]): the used ids where they are a legitimate order, else the oracle's own."""
+    ids, allowed = [], []
+    for n, bound in enumerate(noise(oracle, shadows)):
+        z, own = oracle.z[n], oracle.own[n]
+        fine = legitimate(used[n], z, bound)
+        ids.append(torch.where(fine[:, None], used[n], own))
+        allowed.append(near_ties(z, bound, oracle.topk))
+    return torch.stack(ids), torch.stack(allowed)
