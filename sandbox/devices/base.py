@@ -101,6 +101,11 @@ class Device(Protocol):
         """Validate as hostile input, assemble or translate. Raises Refused."""
         ...
 
+    def record(self, work: Callable[[], None], launches: int = 0) -> Bound:
+        """What `work` enqueues (`Bound.launch` of many steps, copies) as one replayable unit (cuda: one graph; cpu:
+        calls it again). `work` has run once before."""
+        ...
+
     def synchronize(self) -> None:
         """Wait for all launches. Raises Faulted."""
         ...
@@ -108,23 +113,17 @@ class Device(Protocol):
 
 @runtime_checkable
 class Timer(Protocol):
-    """What a device whose times are measured adds to `Device` (cuda). All work goes to the device's one stream,
-    which is also torch's current stream while a job runs, so that torch baselines are timed alike."""
+    """How a device with measured times is timed. All work goes to its one stream, which is also torch's current
+    stream while a job runs, so that torch baselines are timed alike. `sandbox.judge.clock` has the one for cuda."""
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture what `work` enqueues (`Bound.launch` of many steps, torch operators) into one CUDA graph, upload
-        it and return its replay. The graph lives as long as the replay. Raises Refused or Faulted."""
-        ...
-
-    def time(self, replay: Callable[[], None]) -> float:
-        """Microseconds between two device events around one call of `replay`; waits for the end. Raises Faulted."""
+    def time(self, work: Callable[[], None]) -> float:
+        """Microseconds between two device events around what `work` enqueues; waits for the end. Raises Faulted."""
         ...
 
     def flush_l2(self) -> None:
-        """Evict the L2 cache (write and read 2 x its size) and reset persisting lines; enqueued, not waited for."""
+        """Evict the L2 cache (2 x its size) and reset persisting lines; enqueued, not waited for."""
         ...
 
     def conditions(self) -> Mapping[str, Any]:
-        """Now: sm_mhz, memory_mhz, watts, celsius, throttle (list of reasons), processes; what cannot be read is
-        missing."""
+        """Now: sm_mhz, memory_mhz, watts, celsius, throttle; what cannot be read is missing."""
         ...
