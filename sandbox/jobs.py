@@ -17,7 +17,10 @@ from sandbox.verdict import Failure, Status, Tier, Verdict
 
 @dataclass(frozen=True)
 class CompileJob:
-    """Source of one candidate and the signature it is traced against."""
+    """Source of one candidate and the signature it is traced against.
+
+    `sms` is what the candidate reads as `cfg.sms`; 0 takes the architecture's usual part.
+    """
 
     source: str
     target: str
@@ -27,11 +30,15 @@ class CompileJob:
     arch: str = "sm_90a"
     tunables: Mapping[str, Any] = field(default_factory=dict)
     filename: str = "candidate.py"
+    sms: int = 0
 
 
 @dataclass(frozen=True)
 class CompileOutcome:
-    """An artifact folder, or why there is none. `tunables` are the candidate's declared TUNABLES: name -> values."""
+    """An artifact folder, or why there is none. `tunables` are the candidate's declared TUNABLES: name -> values.
+
+    `findings` is advice about the source; it changes no status.
+    """
 
     artifact: Path | None
     sha256: str = ""
@@ -41,6 +48,7 @@ class CompileOutcome:
     isolation: Mapping[str, Any] = field(default_factory=dict)
     cached: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
+    findings: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,116 @@
+"""One job inside the jail: write the source, import it, trace `step` and `prepare`, capture their plans.
+
+Candidate code runs in this process, so nothing here is a check; it only turns a source into data, or into an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cutlass
+import llvmlite
+import numpy
+
+from . import capture, errors, signature, trace
+
+Blocks = dict[str, bytes]
+MODULE = "candidate"
+
+
+def toolchain() -> dict[str, str]:
+    """Versions of what shapes the output, for the artifact and the cache key."""
+    return {
+        "cutlass_dsl": str(cutlass.__version__),
+        "llvmlite": str(llvmlite.__version__),
+        "numpy": str(numpy.__version__),
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }
+
+
+def run(job: Mapping[str, Any], blocks: Mapping[str, bytes]) -> tuple[dict[str, Any], Blocks]:
+    """Compile a job; returns the frame to send. A failure of the candidate is in the frame, never raised."""
+    seconds: dict[str, float] = {}
+    try:
+        return _compile(job, blocks, seconds)
+    except errors.Refused as refused:
+        return {"ok": False, "error": refused.report(), "seconds": seconds}, {}
+    except (
+        BaseException
+    ) as error:  # whatever the candidate raises, also SystemExit, is its own result
+        return {"ok": False, "error": errors.report(error, MODULE), "seconds": seconds}, {}
+
+
+def _compile(
+    job: Mapping[str, Any], blocks: Mapping[str, bytes], seconds: dict[str, float]
+) -> tuple[dict[str, Any], Blocks]:
+    timed = _stopwatch(seconds)
+    module = timed("import", lambda: _import(blocks["source"]))
+    step = signature.function(module, "step")
+    tunables = signature.tunables(module)
+    cfg = signature.config(job, tunables)
+    tensors = signature.buffers(job, json.loads(blocks["buffers"]))
+    tensors += signature.workspace(module, cfg)
+    constants, data = signature.constants(module, cfg)
+    tensors += constants
+    plans = {"step": (step, list(enumerate(tensors)))}
+    if hasattr(module, "prepare"):
+        seen = [(i, b) for i, b in enumerate(tensors) if signature.visible_to_prepare(b)]
+        plans["prepare"] = (signature.function(module, "prepare"), seen)
+    out: Blocks = {
+        f"constants.{b.path.split('.', 1)[1]}": x for b, x in zip(constants, data, strict=True)
+    }
+    for name, (function, used) in plans.items():
+        traced = timed(f"trace_{name}", lambda f=function, u=used: trace.compile_plan(f, u, cfg))
+        captures = timed(
+            f"capture_{name}", lambda t=traced, u=used: _capture(t, u, len(tensors), job)
+        )
+        out[f"ptx.{name}"] = traced.ptx.encode()
+        out[f"plan.{name}"] = json.dumps([c.launches for c in captures]).encode()
+        for i, c in enumerate(captures):
+            out[f"params.{name}.{i}"] = b"".join(c.params)
+    body = {
+        "ok": True,
+        "plans": sorted(plans),
+        "tunables": {k: list(v) for k, v in tunables.items()},
+        "seconds": seconds,
+    }
+    declared = [b for b in tensors if b.path.startswith(("workspace.", "constants."))]
+    out["declared"] = json.dumps([b.declaration() for b in declared]).encode()
+    return body, out
+
+
+def _import(source: bytes) -> Any:
+    Path(f"{MODULE}.py").write_bytes(source)
+    sys.path.insert(0, str(Path.cwd()))
+    importlib.invalidate_caches()
+    return importlib.import_module(MODULE)
+
+
+def _capture(
+    traced: trace.Traced,
+    used: list[tuple[int, signature.Tensor]],
+    total: int,
+    job: Mapping[str, Any],
+) -> list[capture.Recording]:
+    program = capture.Program(traced, {"sms": int(job["sms"])})
+    out = []
+    for base, stride in job["sentinels"]:
+        out.append(program.record([base + stride * index for index, _ in used]))
+    return out
+
+
+def _stopwatch(seconds: dict[str, float]) -> Callable[[str, Callable[[], Any]], Any]:
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return work()
+        finally:
+            seconds[name] = round(time.perf_counter() - start, 4)
+
+    return timed
