@@ -50,7 +50,7 @@ class Reference(Protocol):
     """Names of legitimate working-precision schedules (at least 3) that make the noise band; `oracle` is fp64."""
 
     def weights(self, w: Workload, seed: int, device: str) -> Tensors:
-        """Every buffer of group weights. Deterministic in (w, seed); not in device."""
+        """Every buffer of group weights. Deterministic in (w, seed, kind of device): large ones are drawn on it."""
         ...
 
     def states(self, w: Workload, seed: int, device: str) -> Tensors:

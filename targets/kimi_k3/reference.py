@@ -15,7 +15,7 @@ from targets.kimi_k3 import disturb, generate
 from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, Schedule
 from targets.kimi_k3.maths.step import Step, walk
 from targets.kimi_k3.options import Run, resolve
-from targets.kimi_k3.routing import Chooser, legitimate, near_ties, noise
+from targets.kimi_k3.routing import Chooser, tie
 from targets.reference import Expected, Tensors, Tie
 
 IDS = "outputs.ids"
@@ -64,12 +64,11 @@ class KimiReference:
         out = step.out
         ties: tuple[Tie, ...] = ()
         if chooser.ids:
-            ids = torch.stack(chooser.ids)
+            out[IDS] = torch.stack(chooser.own)
             if schedule == ORACLE.name:
-                shadows = [_shadow(part, run, tensors, (name, ids)) for name in SHADOWS]
-                ids, allowed = _prove(chooser, shadows, ids)
-                ties = (Tie(IDS, allowed),)
-            out[IDS] = ids
+                used = torch.stack(chooser.ids)
+                shadows = [_shadow(part, run, tensors, (name, used)) for name in SHADOWS]
+                ties = (tie(IDS, chooser, shadows),)
         dtypes = {b.name: DTYPES[b.dtype] for b in w.buffers}
         return Expected({k: v.to(dtypes[k]) for k, v in out.items()}, ties, step.masks)
 
@@ -91,14 +90,3 @@ def _shadow(part: str, run: Run, tensors: Tensors, how: tuple[str, Tensor]) -> C
     chooser = Chooser(run.shape.sizes.topk, ids)
     _steps(part, run, tensors, (SCHEDULES[name], chooser))
     return chooser
-
-
-def _prove(oracle: Chooser, shadows: list[Chooser], used: Tensor) -> tuple[Tensor, Tensor]:
-    """(expected ids, allowed flags [layers, M]): the used ids where they are a legitimate order, else the oracle's own."""
-    ids, allowed = [], []
-    for n, bound in enumerate(noise(oracle, shadows)):
-        z, own = oracle.z[n], oracle.own[n]
-        fine = legitimate(used[n], z, bound)
-        ids.append(torch.where(fine[:, None], used[n], own))
-        allowed.append(near_ties(z, bound, oracle.topk))
-    return torch.stack(ids), torch.stack(allowed)

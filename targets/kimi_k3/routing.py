@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from targets.kimi_k3.maths.ffn import scores, top
+from targets.reference import Tie
 
 NOISE_FACTOR = 2.0
 FLOAT32_NOISE = 2.0**-20
@@ -80,3 +81,22 @@ def legitimate(ids: Tensor, z: Tensor, bound: Tensor) -> Tensor:
     ordered = (later[:, 1:] <= upper[:, :-1]).all(-1)
     rest = (z - bound).scatter(-1, ids, -torch.inf).amax(-1)
     return ordered & (rest <= upper.amin(-1))
+
+
+def eligible(z: Tensor, bound: Tensor, topk: int) -> Tensor:
+    """[M, E]: ids that may be among the topk best."""
+    best = torch.sort(z, dim=-1, descending=True, stable=True)
+    last = best.indices[:, topk - 1 : topk]
+    return z + bound >= z.gather(-1, last) - bound.gather(-1, last)
+
+
+def tie(buffer: str, oracle: Chooser, shadows: list[Chooser]) -> Tie:
+    """The proof for all layers: near ties where the oracle chose itself, legitimate choices where others were forced."""
+    allowed, may = [], []
+    for n, bound in enumerate(noise(oracle, shadows)):
+        z, used, own = oracle.z[n], oracle.ids[n], oracle.own[n]
+        forced = (used != own).any(-1)
+        near = near_ties(z, bound, oracle.topk)
+        allowed.append(torch.where(forced, legitimate(used, z, bound), near))
+        may.append(eligible(z, bound, oracle.topk))
+    return Tie(buffer, torch.stack(allowed), torch.stack(may))

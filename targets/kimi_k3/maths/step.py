@@ -134,7 +134,8 @@ class Step:
         self.out["outputs.weights"] = torch.stack(weights)
 
     def attn_res(self) -> None:
-        prefix, bank = self.wide("inputs.x0"), []
+        prefix = self.wide("inputs.x0")
+        bank: list[Tensor] = []
         rows = bank_rows("attn-res", self.run)
         for i in range(self.run.layers):
             prefix = bf(prefix + self.wide(f"inputs.delta.{i}"))
