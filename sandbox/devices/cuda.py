@@ -39,7 +39,7 @@ def errors_as_faults() -> Iterator[None]:
         raise faulted(error) from error
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CudaBound:
     """A plan with addresses. It keeps its tensors alive; `launch` costs one driver call for each launch."""
 
@@ -62,7 +62,7 @@ class CudaBound:
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CudaGraph:
     """An instantiated graph of recorded work. It lives as long as the process."""
 

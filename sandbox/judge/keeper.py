@@ -1,0 +1,216 @@
+"""Keeps devices usable: judges jobs in children, looks after the GPU when one broke, and quarantines what stays broken.
+
+Policy only; forking is `child`, locking and waiting `lease`. On cuda a fault or a hang is judged once more in a fresh
+context, because a broken machine looks the same; a second run that ends otherwise makes the candidate `flaky`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sandbox import judge_wire
+from sandbox.jobs import JudgeJob
+from sandbox.judge import child, lease, rounds
+from sandbox.judge.child import Ended, Watch
+from sandbox.judge.progress import Progress
+from sandbox.judge.rounds import Place, Runner
+from sandbox.strict import Malformed
+from sandbox.verdict import Failure, Status, Verdict
+
+PROBE_S = 90.0
+LOCK_S = 600.0
+BROKEN = (Status.FAULT, Status.HANG)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`visible`: the server's CUDA_VISIBLE_DEVICES. Times in seconds."""
+
+    state: Path
+    visible: str | None = None
+    lock_s: float = LOCK_S
+    probe_s: float = PROBE_S
+
+
+@dataclass
+class Keeper:
+    """Judges one job at a time. `proven` and `quarantined` are by GPU and live as long as the server."""
+
+    settings: Settings
+    runner: Runner
+    watch: Watch | None = None
+    proven: set[str] = field(default_factory=set)
+    quarantined: dict[str, str] = field(default_factory=dict)
+    start: Callable[..., Ended] = child.run
+    forgotten: Callable[[int, str], bool] = lease.forgotten
+
+    def judge(self, job: JudgeJob) -> Verdict:
+        """Always a verdict; whatever goes wrong on our side is `infra`."""
+        begin = time.monotonic()
+        try:
+            if job.device == "cpu":
+                verdict, _ = self._once(job, self._place("cpu", None))
+            else:
+                verdict = self._on_gpu(job)
+        except (ValueError, OSError, lease.Busy) as error:
+            verdict = _infra(job, "device", str(error)[:300])
+        except lease.Interrupted:
+            verdict = judge_wire.without_judging(
+                job, Status.CANCELLED, Failure("cancelled", "cancelled")
+            )
+        return replace(verdict, seconds={**verdict.seconds, "server": time.monotonic() - begin})
+
+    def probe(self, device: str) -> Mapping[str, Any]:
+        """Facts, canary and isolation of a device, from a child; `ok` false with a message if it does not work."""
+        try:
+            if device == "cpu":
+                return self._probe(self._place("cpu", None))
+            gpu = lease.token(device, self.settings.visible)
+            with lease.hold(self.settings.state, gpu, self.settings.lock_s):
+                return self._probe(self._place("cuda", gpu))
+        except (ValueError, OSError, lease.Busy) as error:
+            return {"ok": False, "rule": "device", "message": str(error)[:300]}
+
+    def _on_gpu(self, job: JudgeJob) -> Verdict:
+        gpu = lease.token(job.device, self.settings.visible)
+        place = self._place("cuda", gpu)
+        unwanted = self.watch.ready if self.watch else lambda: False
+        with lease.hold(self.settings.state, gpu, self.settings.lock_s, unwanted) as waited:
+            begin = time.monotonic()
+            trouble = self._unusable(place)
+            if trouble:
+                return _infra(job, *trouble)
+            verdict, ended = self._once(job, place)
+            if verdict.status in BROKEN or verdict.status is Status.INFRA:
+                verdict = self._after_trouble(job, place, verdict, ended)
+            seconds = {"lock": waited, "held": time.monotonic() - begin}
+            return replace(verdict, seconds={**verdict.seconds, **seconds})
+
+    def _after_trouble(self, job: JudgeJob, place: Place, first: Verdict, ended: Ended) -> Verdict:
+        """The GPU is proven again; a fault or hang gets its second run."""
+        trouble = self._recover(place, ended)
+        if trouble:
+            message = (
+                f"{trouble[1]} (after: {first.failure.message if first.failure else first.status})"
+            )
+            return _infra(job, trouble[0], message)
+        if first.status is Status.INFRA:
+            return first
+        second, ended = self._once(job, place)
+        if second.status in BROKEN:
+            trouble = self._recover(place, ended)
+            return _infra(job, *trouble) if trouble else second
+        if second.status in (Status.INFRA, Status.CANCELLED):
+            self.proven.discard(str(place.gpu))
+            return second
+        assert first.failure is not None  # a broken run is never `passed`
+        message = f"one of two runs ended as {first.status}: {first.failure.message}"
+        where = {**first.failure.where, "second": str(second.status)}
+        failure = Failure(f"sometimes-{first.status}", message, where)
+        return replace(
+            second,
+            status=Status.FLAKY,
+            outcome=None,
+            timing=None,
+            failure=failure,
+            correctness=None,
+        )
+
+    def _once(self, job: JudgeJob, place: Place) -> tuple[Verdict, Ended]:
+        def work(progress: Progress) -> Mapping[str, Any]:
+            return rounds.judge(job, place, self.runner, progress)
+
+        ended = self.start(work, job.deadline_s, self.watch)
+        return self._verdict(job, ended), ended
+
+    def _verdict(self, job: JudgeJob, ended: Ended) -> Verdict:
+        if ended.cause == "result" and ended.result is not None:
+            try:
+                return judge_wire.verdict_from_json(ended.result.get("verdict"))
+            except Malformed as error:
+                return _infra(job, "garbled", f"the judge's verdict is malformed: {error}")
+        status, failure = explain(ended, job.deadline_s)
+        return judge_wire.without_judging(job, status, failure, {"child": ended.seconds})
+
+    def _unusable(self, place: Place) -> tuple[str, str] | None:
+        """Why the GPU cannot be used now: quarantined, or its first canary fails."""
+        gpu = str(place.gpu)
+        if gpu in self.quarantined:
+            return "quarantined", self.quarantined[gpu]
+        return None if gpu in self.proven else self._prove(place)
+
+    def _recover(self, place: Place, ended: Ended) -> tuple[str, str] | None:
+        self.proven.discard(str(place.gpu))
+        gone = ended.reaped and self.forgotten(ended.pid, str(place.gpu))
+        trouble = self._prove(place)
+        if trouble or gone:
+            return trouble
+        message = f"process {ended.pid} still holds GPU {place.gpu} after it was killed"
+        self.quarantined[str(place.gpu)] = message
+        return "quarantined", message
+
+    def _prove(self, place: Place) -> tuple[str, str] | None:
+        """Two chances for the canary, then quarantine. A missing GPU is no reason for one."""
+        gpu, found = str(place.gpu), {}
+        for _ in range(2):
+            found = dict(self._probe(place))
+            if found.get("ok"):
+                self.proven.add(gpu)
+                return None
+            if found.get("rule") == "no-gpu":
+                return "no-gpu", str(found.get("message"))
+        message = f"GPU {gpu} is quarantined: the canary failed twice ({found.get('message')})"
+        self.quarantined[gpu] = message
+        return "quarantined", message
+
+    def _probe(self, place: Place) -> Mapping[str, Any]:
+        ended = self.start(
+            lambda progress: rounds.probe(place, progress), self.settings.probe_s, None
+        )
+        if ended.cause == "result" and ended.result is not None:
+            return ended.result
+        return {
+            "ok": False,
+            "rule": "canary",
+            "message": explain(ended, self.settings.probe_s)[1].message,
+        }
+
+    def _place(self, kind: str, gpu: str | None) -> Place:
+        return Place(kind, gpu, self.settings.state, os.getpid())
+
+
+def explain(ended: Ended, deadline_s: float) -> tuple[Status, Failure]:
+    """Status and failure for a child that brought no result: whether its kernels were running decides."""
+    where = {
+        "phase": ended.phase,
+        "launches": ended.launches,
+        "in_flight": ended.in_flight,
+    }
+    at = f"in phase {where['phase']} after {ended.launches} launches"
+    if ended.cause == "cancelled":
+        return Status.CANCELLED, Failure("cancelled", f"cancelled {at}", where)
+    if ended.cause == "deadline":
+        if ended.in_flight:
+            return Status.HANG, Failure(
+                "deadline", f"kernels ran when {deadline_s:g} s were over, {at}", where
+            )
+        return Status.INFRA, Failure("deadline", f"not done after {deadline_s:g} s, {at}", where)
+    if ended.cause == "garbled":
+        return Status.INFRA, Failure("garbled", f"the judging process sent no frame, {at}", where)
+    last = ended.log.splitlines()[-1][:300] if ended.log else "it said nothing"
+    if ended.signal is not None:
+        message = f"the judging process died of signal {ended.signal} {at}: {last}"
+        status = Status.FAULT if ended.in_flight else Status.INFRA
+        return status, Failure("crash", message, {**where, "signal": ended.signal})
+    return Status.INFRA, Failure(
+        "judge-error", f"the judge failed {at}: {last}", {**where, "log": ended.log}
+    )
+
+
+def _infra(job: JudgeJob, rule: str, message: str) -> Verdict:
+    return judge_wire.without_judging(job, Status.INFRA, Failure(rule, message))

@@ -1,0 +1,134 @@
+"""Where a judging child is, in shared memory that its parent can read when the child hangs or dies.
+
+The child says which phase it is in and whether kernels are in flight; the parent only reads. A child that lies harms
+its own verdict and nothing else.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sandbox.artifact import Artifact, PlanName
+from sandbox.devices.base import Bound, Device, DeviceFacts, Program
+from sandbox.verdict import Failure
+
+if TYPE_CHECKING:
+    import torch
+
+_LAYOUT = struct.Struct("<QQ32s")
+
+
+class Progress:
+    """In anonymous shared memory: whether kernels are in flight, launches so far, and the name of the phase."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._in_flight = False
+        self._launches = 0
+        self._phase = b""
+        self.enter("start")
+
+    def enter(self, phase: str) -> None:
+        """Say what happens now; names longer than 32 ASCII characters are cut."""
+        self._phase = phase.encode("ascii", "replace")[:32]
+        self._write()
+
+    def launching(self) -> None:
+        self._in_flight = True
+        self._launches += 1
+        self._write()
+
+    def landed(self) -> None:
+        """All launches are known to have ended."""
+        self._in_flight = False
+        self._write()
+
+    def read(self) -> tuple[str, bool, int]:
+        """Phase, whether kernels are in flight, launches so far."""
+        in_flight, launches, phase = _LAYOUT.unpack_from(self._memory, 0)
+        text = phase.rstrip(b"\0").decode("ascii", "replace")
+        return "".join(c for c in text if c.isprintable()), bool(in_flight), launches
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _write(self) -> None:
+        _LAYOUT.pack_into(self._memory, 0, self._in_flight, self._launches, self._phase)
+
+
+class WatchedBound:
+    """A `Bound` that notes its launches. On cpu a launch ends before it returns."""
+
+    def __init__(self, inner: Bound, progress: Progress, synchronous: bool) -> None:
+        self._inner, self._progress, self._synchronous = inner, progress, synchronous
+        self.launches = inner.launches
+
+    def launch(self) -> None:
+        self._progress.launching()
+        self._inner.launch()
+        if self._synchronous:
+            self._progress.landed()
+
+    def capture(self) -> WatchedBound:
+        return WatchedBound(self._inner.capture(), self._progress, self._synchronous)
+
+    def modelled_us(self) -> float | None:
+        return self._inner.modelled_us()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class WatchedProgram:
+    """A `Program` whose bound plans note their launches."""
+
+    def __init__(self, inner: Program, progress: Progress, synchronous: bool) -> None:
+        self._inner, self._progress, self._synchronous = inner, progress, synchronous
+        self.resources = inner.resources
+
+    def bind(
+        self,
+        plan: PlanName,
+        buffers: Mapping[str, torch.Tensor],
+        undefined: frozenset[str] = frozenset(),
+    ) -> WatchedBound:
+        bound = self._inner.bind(plan, buffers, undefined)
+        return WatchedBound(bound, self._progress, self._synchronous)
+
+    def findings(self) -> tuple[Failure, ...]:
+        return self._inner.findings()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class WatchedDevice:
+    """A `Device` that keeps `progress` up to date; all else is the inner device's."""
+
+    def __init__(self, inner: Device, progress: Progress) -> None:
+        self.inner, self._progress = inner, progress
+        self.kind, self.torch_device = inner.kind, inner.torch_device
+
+    def facts(self) -> DeviceFacts:
+        return self.inner.facts()
+
+    def load(self, artifact: Artifact) -> WatchedProgram:
+        return WatchedProgram(self.inner.load(artifact), self._progress, self.inner.kind == "cpu")
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+        self._progress.landed()
+
+    def record(self, work: Callable[[], None], launches: int = 0) -> WatchedBound:
+        """What is recorded is not in flight."""
+        _, before, _ = self._progress.read()
+        graph = self.inner.record(work, launches)
+        if not before:
+            self._progress.landed()
+        return WatchedBound(graph, self._progress, self.inner.kind == "cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)

@@ -1,0 +1,105 @@
+"""What one child does: open the device, then judge a job or run the canary. Runs after the fork, never in the server.
+
+Everything it learns goes back as plain data. It opens the device only here, so the warm parent stays free of CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sandbox import canary, judge_wire
+from sandbox.devices.base import Device, Faulted, Refused
+from sandbox.jobs import JudgeJob
+from sandbox.judge.confine import confine
+from sandbox.judge.progress import Progress, WatchedDevice
+from sandbox.verdict import Failure, Status, Verdict
+
+CPU_CANARY = 1 << 12  # the cpu device interprets threads one by one
+Runner = Callable[[JudgeJob, Device, Callable[[str], None]], Verdict]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a child runs: device kind, the GPU it may see, the state folder, and the process that forked it."""
+
+    kind: str
+    gpu: str | None
+    state: Path
+    parent: int
+
+
+def open_device(place: Place) -> Device:
+    """The device, in this process. Raises Faulted (`infra`) without a GPU, Refused (`unsupported`) without a class."""
+    if place.kind == "cuda":
+        if place.gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
+        from sandbox.devices.cuda import CudaDevice
+
+        return CudaDevice.open(0, place.state)
+    try:
+        from sandbox.devices.cpu import CpuDevice  # type: ignore[attr-defined,unused-ignore]
+    except ImportError as error:
+        message = f"this version has no cpu device ({error})"
+        raise Refused(Status.UNSUPPORTED, Failure("no-device", message)) from error
+    device: Device = CpuDevice()
+    return device
+
+
+def judge(job: JudgeJob, place: Place, runner: Runner, progress: Progress) -> Mapping[str, Any]:
+    """The verdict of one job, as JSON. Exceptions that are not about the candidate leave as they are: `infra`."""
+    isolation = confine(place.parent)
+    begin = time.monotonic()
+    opened = begin
+    try:
+        progress.enter("device")
+        device = open_device(place)
+        opened = time.monotonic()
+        verdict = _run(job, WatchedDevice(device, progress), runner, progress)
+    except (Refused, Faulted) as error:
+        verdict = judge_wire.without_judging(job, error.status, error.failure)
+    seconds = {**verdict.seconds, "open_device": opened - begin, "child": time.monotonic() - begin}
+    verdict = replace(verdict, isolation={**verdict.isolation, "judge": isolation}, seconds=seconds)
+    return {"verdict": verdict.to_json()}
+
+
+def _run(job: JudgeJob, device: WatchedDevice, runner: Runner, progress: Progress) -> Verdict:
+    try:
+        return runner(job, device, progress.enter)
+    except (Refused, Faulted):
+        raise
+    except Exception:
+        # torch reports a fault of the kernel at its own next call: ask the device whether that is what happened.
+        _, in_flight, _ = progress.read()
+        if device.kind == "cuda" and in_flight:
+            device.synchronize()
+        raise
+
+
+def probe(place: Place, progress: Progress) -> Mapping[str, Any]:
+    """Open the device, run the canary, tell what there is."""
+    isolation = confine(place.parent)
+    begin = time.monotonic()
+    try:
+        progress.enter("device")
+        device = open_device(place)
+        opened = time.monotonic()
+        facts = asdict(device.facts())
+        progress.enter("canary")
+        progress.launching()
+        elements = canary.ELEMENTS if device.kind == "cuda" else CPU_CANARY
+        result = canary.run(device, elements)
+    except (Refused, Faulted) as error:
+        return {
+            "ok": False, "rule": error.failure.rule, "status": str(error.status), "message": error.failure.message,
+            "isolation": isolation,
+        }  # fmt: skip
+    seconds = {"open_device": opened - begin, "canary": time.monotonic() - opened}
+    return {
+        "ok": result.ok, "rule": "canary", "message": result.message, "us": result.us, "facts": facts,
+        "isolation": isolation, "seconds": seconds,
+    }  # fmt: skip
