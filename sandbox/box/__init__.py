@@ -10,7 +10,7 @@
         broken = boxed.send({"source": text}, {}, 5)    # None when sent
         frame = boxed.read(box.Caps({"ptx": 16 << 20, "constants": 64 << 20}), 60)   # Frame or Broken
         boxed.output()                                  # tail of stdout and stderr, cleaned, never a result
-    found.isolation.to_json()                           # stored with the artifact and the verdict
+    boxed.isolation.to_json()                           # stored with the artifact and the verdict
 
 All methods return within their deadlines and return failures as `Broken(reason, detail)`; `kill` may be called from
 anywhere and repeated. `start` never steps down to a weaker tier. The worker script runs as `python -I worker.py` with
@@ -23,10 +23,9 @@ Not covered: exploits of the kernel or of a GPU driver, side channels, and what 
 from sandbox.box.frames import Broken, Caps, Frame
 from sandbox.box.process import Boxed
 from sandbox.box.spec import BoxTier, Isolation, Limits, Settings, Spec
-from sandbox.box.start import start
-from sandbox.box.tiers import Choice, Refusal, choose
+from sandbox.box.tiers import Choice, Refusal, choose, offered, start
 
 __all__ = [
     "BoxTier", "Boxed", "Broken", "Caps", "Choice", "Frame", "Isolation", "Limits", "Refusal", "Settings", "Spec",
-    "choose", "start",
+    "choose", "offered", "start",
 ]  # fmt: skip

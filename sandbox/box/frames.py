@@ -1,7 +1,7 @@
 """Frames: the only way out of a box. Four bytes of length, a JSON header of at most 1 MB, then raw blocks.
 
-The header declares the blocks' names and sizes, `Caps` bounds them before a byte of them is read. Everything here is
-form: what a body means is checked by its reader (`sandbox.strict`). Nothing waits for end of file, nothing is unpickled.
+The header declares the blocks' names and sizes, `Caps` bounds them before a byte of them is read. Everything here
+is form: what a body means is checked by its reader (`sandbox.strict`). Nothing waits for end of file or is unpickled.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Caps:
 
 
 class Reader:
-    """Turns bytes into frames. `feed` what arrived; `next` gives a frame, None for "more bytes", or raises Malformed."""
+    """Turns bytes into frames. `feed` what arrived; `next` gives a frame, None for more bytes, or raises Malformed."""
 
     def __init__(self, caps: Caps) -> None:
         self._caps = caps

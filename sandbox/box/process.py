@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sandbox.box.frames import Broken, Caps, Frame, Oversized, Reader, encode
+from sandbox.box.frames import Broken, Caps, Frame, Oversized, Reader, Reason, encode
 from sandbox.box.spec import Isolation, Limits
 from sandbox.strict import Malformed
 
 TICK_S = 0.025
 CHUNK = 1 << 18
+EXIT_S = 0.25
 
 
 class Guard(Protocol):
@@ -37,8 +40,8 @@ class Guard(Protocol):
         """The kernel-enforced limit that ended the worker, if one did."""
         ...
 
-    def stop(self) -> None:
-        """Kill everything in the box, reap it, and remove what the box needed on disk."""
+    def stop(self) -> Broken | None:
+        """Kill everything in the box, reap it, remove what the box needed on disk. Called once."""
         ...
 
 
@@ -66,7 +69,9 @@ class Boxed:
         self._output_seen = 0
         self._output_open = True
         self._ended = False
-        self._closed = False
+        self._left: Broken | None = None
+        self._lock = threading.RLock()
+        self._end_wanted = threading.Event()
         for fd in (parts.stdin, parts.result, parts.output):
             os.set_blocking(fd, False)
 
@@ -88,14 +93,15 @@ class Boxed:
     ) -> Broken | None:
         """Hand a job to the worker. None when all of it is in the pipe."""
         view = memoryview(encode(body, blocks))
-        until = time.monotonic() + deadline_s
+        until, fd = time.monotonic() + deadline_s, self._parts.stdin
         while view:
-            ready = self._wait(until, self._parts.stdin)
+            ready = self._wait(until, fd)
             if isinstance(ready, Broken):
                 return ready
-            if self._parts.stdin in ready:
+            if fd in ready:
                 try:
-                    view = view[os.write(self._parts.stdin, view[:CHUNK]) :]
+                    with self._lock:
+                        view = view[0 if self._ended else os.write(fd, view[:CHUNK]) :]
                 except BlockingIOError:
                     continue
                 except BrokenPipeError:
@@ -110,11 +116,8 @@ class Boxed:
             ready = self._wait(until, self._parts.result)
             if isinstance(ready, Broken):
                 return ready
-            if self._parts.result not in ready:
-                continue
-            try:
-                data = os.read(self._parts.result, min(reader.wanted, CHUNK))
-            except BlockingIOError:
+            data = self._take(reader.wanted) if self._parts.result in ready else None
+            if data is None:
                 continue
             if not data:
                 return self._end("closed", "the worker ended without a result")
@@ -122,26 +125,43 @@ class Boxed:
                 reader.feed(data)
                 frame = reader.next()
             except Oversized as error:
-                return self._end("oversized", str(error))
+                return self._end(
+                    "oversized", clean_text(str(error).encode("utf-8", "replace"), 300)
+                )
             except Malformed as error:
-                return self._end("malformed", str(error))
+                return self._end(
+                    "malformed", clean_text(str(error).encode("utf-8", "replace"), 300)
+                )
             if frame is not None:
                 return frame
+
+    def _take(self, most: int) -> bytes | None:
+        """What lies in the result pipe; None when nothing does."""
+        with self._lock:
+            try:
+                return None if self._ended else os.read(self._parts.result, min(most, CHUNK))
+            except BlockingIOError:
+                return None
 
     def output(self, most: int = 4096) -> str:
         """The tail of what the box printed, cleaned: valid text, no control, bidi or escape characters."""
         return clean_text(bytes(self._output), most)
 
-    def kill(self) -> None:
-        """End the box and everything in it; returns when nothing of it is left. Harmless when repeated."""
-        if not self._ended:
+    def kill(self) -> Broken | None:
+        """End the box and everything in it; None when nothing of it is left. Harmless when repeated.
+
+        A second thread may call it while the first is in `send` or `read`: that one then gets Broken.
+        """
+        self._end_wanted.set()
+        with self._lock:
+            if self._ended:
+                return self._left
             self._ended = True
-            self._parts.guard.stop()
-        if not self._closed:
-            self._closed = True
+            self._left = self._parts.guard.stop()
             self._drain()
             for fd in (self._parts.stdin, self._parts.result, self._parts.output):
                 os.close(fd)
+            return self._left
 
     def __enter__(self) -> Boxed:
         return self
@@ -151,23 +171,34 @@ class Boxed:
 
     def _wait(self, until: float, fd: int) -> set[int] | Broken:
         """Descriptors that are ready within a tick; Broken when a limit or the deadline passed."""
-        if self._ended:
-            return Broken("box", "the box has ended")
         left = until - time.monotonic()
+        if self._end_wanted.is_set():
+            self.kill()
+            return Broken("box", "the box has ended")
         if left <= 0:
             return self._end("timeout", "the deadline passed")
+        with self._lock:
+            if self._ended:
+                return Broken("box", "the box has ended")
+            gone = self._parts.child.poll() is not None
+            ready = self._select(fd, 0.0 if gone else min(left, TICK_S))
+            if self._parts.output in ready:
+                self._drain()
+        if gone and fd not in ready:
+            # A process that it left behind may hold the pipe open: its end is not waited for.
+            return self._end("closed", "the worker ended without a result")
+        if self._output_seen > self._parts.limits.output_flood:
+            return self._end("output", "the worker printed more than its limit")
+        broken = self._parts.guard.watch()
+        return self._end(broken.reason, broken.detail) if broken else ready
+
+    def _select(self, fd: int, wait_s: float) -> set[int]:
         with selectors.DefaultSelector() as selector:
             writing = fd == self._parts.stdin
             selector.register(fd, selectors.EVENT_WRITE if writing else selectors.EVENT_READ)
             if self._output_open:
                 selector.register(self._parts.output, selectors.EVENT_READ)
-            ready = {key.fd for key, _ in selector.select(min(left, TICK_S))}
-        if self._parts.output in ready:
-            self._drain()
-        if self._output_seen > self._parts.limits.output_flood:
-            return self._end("output", "the worker printed more than its limit")
-        broken = self._parts.guard.watch()
-        return self._end(broken.reason, broken.detail) if broken else ready
+            return {key.fd for key, _ in selector.select(wait_s)}
 
     def _drain(self) -> None:
         """Take what lies in the output pipe, at most 4 MB at a time, and keep the last of it."""
@@ -185,16 +216,29 @@ class Boxed:
             if len(self._output) > cap:
                 del self._output[:-cap]
 
-    def _end(self, reason: Any, detail: str) -> Broken:
-        """Kill the box; a limit that the kernel enforced explains a closed pipe better than the pipe does."""
+    def _end(self, reason: Reason, detail: str) -> Broken:
+        """Kill the box. What the kernel enforced explains a closed pipe better than the pipe does."""
+        if self._ended:
+            return Broken("box", "the box has ended")
+        broken = Broken(reason, detail)
         if reason == "closed":
-            enforced = self._parts.guard.explain()
-            reason, detail = (enforced.reason, enforced.detail) if enforced else (reason, detail)
-        if not self._ended:
-            self._ended = True
-            self._parts.guard.stop()
-            self._drain()
-        return Broken(reason, detail)
+            broken = self._parts.guard.explain() or _exit_of(self._parts.child, broken)
+        self.kill()
+        return broken
+
+
+def _exit_of(child: subprocess.Popen[bytes], broken: Broken) -> Broken:
+    """Add the exit status, if it comes at once; 128 + signal is how bubblewrap passes a signal on."""
+    try:
+        status = child.wait(EXIT_S)
+    except subprocess.TimeoutExpired:
+        return broken
+    number = -status if status < 0 else status - 128
+    if number == signal.SIGXCPU:
+        return Broken("timeout", "the limit of processor time passed")
+    if number in signal.valid_signals():
+        return Broken(broken.reason, f"{broken.detail} ({signal.Signals(number).name})")
+    return Broken(broken.reason, f"{broken.detail} (exit status {status})")
 
 
 def clean_text(data: bytes, most: int) -> str:

@@ -50,6 +50,16 @@ def resident(pid: int) -> int:
         return 0
 
 
+def session(pid: int) -> int:
+    """Session id; 0 when gone."""
+    try:
+        return int(
+            Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[3]
+        )
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def owned_by(uid: int) -> list[int]:
     """Live processes whose owner is `uid`."""
     found = []

@@ -11,12 +11,20 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import struct
 import sys
 from typing import Any
 
-PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 22, 24, 38, 47
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = (
+    1,
+    22,
+    24,
+    38,
+    47,
+)
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+CAPABILITY_VERSION_3 = 0x20080522
 FAILED = 97
 
 
@@ -34,6 +42,13 @@ def checked(result: int, what: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
+
+
+def die_with_parent(parent: int) -> None:
+    """Asked for after the uid drop, which would clear it. The parent may have died before."""
+    checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
+    if os.getppid() != parent:
+        raise OSError(0, "the parent is gone")
 
 
 def join_cgroups(files: list[str]) -> None:
@@ -56,6 +71,8 @@ def drop_uid(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
+    header, none = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)
+    checked(libc.capset(header, none), "capset")  # the inheritable set survives a change of uid
     try:
         os.setresuid(0, 0, 0)
     except OSError:
@@ -92,6 +109,8 @@ def run(plan: dict[str, Any]) -> None:
     set_limits(plan.get("rlimits", {}))
     if plan.get("uid") is not None:
         drop_uid(plan["uid"])
+    if plan.get("parent"):
+        die_with_parent(plan["parent"])
     if plan.get("no_new_privs"):
         checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     if plan.get("chdir"):
