@@ -7,172 +7,22 @@ order without further synchronisation. After a fault the process is of no use. I
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from sandbox.artifact import Artifact, LaunchPlan, PlanName
-from sandbox.devices import cuda_facts, cuda_plan
+from sandbox.artifact import Artifact
+from sandbox.devices import cuda_facts
 from sandbox.devices.base import DeviceFacts, Faulted, Refused
-from sandbox.devices.cuda_driver import Call, CudaDriver, CudaError, Driver
-from sandbox.devices.cuda_faults import faulted, hung
-from sandbox.devices.cuda_plan import KernelFacts, ParamBlock
-from sandbox.devices.cuda_toolchain import Built, build
-from sandbox.verdict import Failure, KernelResources, Status
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
+from sandbox.devices.cuda_driver import CudaDriver, CudaError, Driver
+from sandbox.devices.cuda_faults import errors_as_faults, hung
+from sandbox.devices.cuda_program import CudaGraph, CudaProgram
+from sandbox.devices.cuda_toolchain import build
+from sandbox.verdict import Failure, Status
 
 HANG_S = 10.0  # far over any step; a legitimate queue of steps is milliseconds
 SPIN_S = 2e-3  # poll without sleeping for this long: most waits are shorter
-
-
-@contextmanager
-def errors_as_faults() -> Iterator[None]:
-    try:
-        yield
-    except CudaError as error:
-        raise faulted(error) from error
-
-
-@dataclass(eq=False)
-class CudaBound:
-    """A plan with addresses. It keeps its tensors alive; `launch` costs one driver call for each launch."""
-
-    launches: int
-    _device: CudaDevice
-    _calls: tuple[Call, ...]
-    _keep: tuple[Any, ...] = field(repr=False)
-
-    def launch(self) -> None:
-        try:
-            self._device.driver.launch(self._calls)
-        except CudaError as error:
-            raise faulted(error) from error
-
-    def capture(self) -> CudaGraph:
-        """The launches as one CUDA graph, programmatic edges between them kept. Enqueues nothing."""
-        return self._device.record(self.launch, self.launches)
-
-    def modelled_us(self) -> float | None:
-        return None
-
-
-@dataclass(eq=False)
-class CudaGraph:
-    """An instantiated graph of recorded work. It lives as long as the process."""
-
-    launches: int
-    _device: CudaDevice
-    _graph: Any
-    _keep: Any = field(repr=False)
-
-    def launch(self) -> None:
-        try:
-            self._device.driver.replay(self._graph, self._device.stream)
-        except CudaError as error:
-            raise faulted(error) from error
-
-    def capture(self) -> CudaGraph:
-        return self
-
-    def modelled_us(self) -> float | None:
-        return None
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    handle: Any
-    facts: KernelFacts
-
-
-class CudaProgram:
-    """A loaded artifact. `advice`: what lint would tell the proposer; it refuses nothing."""
-
-    def __init__(self, device: CudaDevice, artifact: Artifact, built: Built) -> None:
-        self._device, self._artifact = device, artifact
-        self.resources: tuple[KernelResources, ...] = built.resources
-        self.advice: tuple[Failure, ...] = built.advice
-        with errors_as_faults():
-            modules = {ptx: device.driver.load(cubin) for ptx, cubin in built.cubins.items()}
-            self._plans = {name: self._kernels(name, modules) for name in _plan_names(artifact)}
-            for name in self._plans:
-                self._check(name)
-        self.facts: Mapping[str, KernelFacts] = {
-            k: v.facts for plan in self._plans.values() for k, v in plan.items() if v
-        }
-
-    def _kernels(self, name: PlanName, modules: Mapping[str, Any]) -> dict[str, _Kernel | None]:
-        driver, out = self._device.driver, {}
-        plan = _plan(self._artifact, name)
-        for kernel in dict.fromkeys(x.kernel for x in plan.launches):
-            handle = driver.kernel(modules[plan.ptx], kernel)
-            out[kernel] = _Kernel(handle, driver.facts(handle, kernel)) if handle else None
-        return out
-
-    def _check(self, name: PlanName) -> None:
-        """Refuse a plan that this GPU cannot run safely; let its kernels have the shared memory they ask for."""
-        device, kernels = self._device, self._plans[name]
-        facts = {k: v.facts if v else None for k, v in kernels.items()}
-        found = cuda_plan.check_plan(self._artifact, name, facts, device.limits)
-        if found:
-            raise Refused(found.status, found.failure)
-        launches = _plan(self._artifact, name).launches
-        for kernel, known in kernels.items():
-            if known:
-                mine = [x for x in launches if x.kernel == kernel]
-                cluster = max(_blocks(cuda_plan.cluster_of(x, known.facts)) for x in mine)
-                device.driver.allow(known.handle, max(x.smem for x in mine), cluster)
-        for shape, i in {_shape(x): i for i, x in reversed(list(enumerate(launches)))}.items():
-            known = kernels[shape[0]]
-            assert known is not None  # check_plan refused plans with unknown kernels
-            x = replace(launches[i], cluster=launches[i].cluster or known.facts.required_cluster)
-            room = device.driver.residency(known.handle, x, device.stream)
-            found = cuda_plan.check_residency(x, known.facts, device.limits, room)
-            if found:
-                where = {"plan": name, "launch": i, "kernel": x.kernel}
-                message = f"{name} launch {i}: {found.failure.message}"
-                raise Refused(found.status, Failure(found.failure.rule, message, where))
-
-    def bind(
-        self,
-        plan: PlanName,
-        buffers: Mapping[str, torch.Tensor],
-        undefined: frozenset[str] = frozenset(),
-    ) -> CudaBound:
-        """Fill in addresses. `undefined` is for devices that can track it; this one cannot.
-
-        Raises Refused for a plan that the artifact lacks, ValueError for tensors that do not fit their buffers.
-        """
-        if plan not in self._plans:
-            raise Refused(Status.PLAN_ERROR, Failure("no-plan", f"the artifact has no plan {plan}"))
-        body = _plan(self._artifact, plan)
-        named = {r.buffer for x in body.launches for r in x.relocations}
-        for name in named & buffers.keys():
-            check_tensor(name, buffers[name], self._artifact)
-        addresses = {n: t.data_ptr() for n, t in buffers.items()}
-        cuda_plan.check_addresses(body, self._artifact, addresses)
-        calls = []
-        with errors_as_faults():
-            for i, x in enumerate(body.launches):
-                params = ParamBlock(cuda_plan.patch(x, addresses), x.param_offsets)
-                kernel = self._plans[plan][x.kernel]
-                assert kernel is not None  # __init__ refused plans with unknown kernels
-                # The first launch never overlaps what came before: work deferred past a step's end must not hide.
-                calls.append(
-                    self._device.driver.call(
-                        kernel.handle, x, params, self._device.stream, pdl=x.pdl and i > 0
-                    )
-                )
-        keep = tuple(buffers[n] for n in sorted(named))
-        return CudaBound(len(calls), self._device, tuple(calls), (self, keep))
-
-    def findings(self) -> tuple[Failure, ...]:
-        return ()
 
 
 class CudaDevice:
@@ -252,32 +102,3 @@ class CudaDevice:
                     raise hung(self.hang_s)
                 if waited > SPIN_S:
                     time.sleep(50e-6)
-
-
-def check_tensor(name: str, tensor: torch.Tensor, artifact: Artifact) -> None:
-    """That a tensor is the whole of its buffer. Raises ValueError."""
-    size = tensor.numel() * tensor.element_size()
-    wanted = artifact.buffer(name).nbytes
-    if size != wanted or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} is {size} bytes, dense: {tensor.is_contiguous()}; wanted {wanted}"
-        )
-
-
-def _plan_names(artifact: Artifact) -> tuple[PlanName, ...]:
-    return ("step", "prepare") if artifact.prepare else ("step",)
-
-
-def _plan(artifact: Artifact, name: PlanName) -> LaunchPlan:
-    plan = artifact.plan(name)
-    assert plan is not None
-    return plan
-
-
-def _blocks(shape: Sequence[int]) -> int:
-    return shape[0] * shape[1] * shape[2]
-
-
-def _shape(x: Any) -> tuple[Any, ...]:
-    """What decides residency; equal launches are asked of the driver once."""
-    return (x.kernel, x.block, x.smem, x.cluster, x.cooperative, x.grid if x.cooperative else None)

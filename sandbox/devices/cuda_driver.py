@@ -170,39 +170,14 @@ class CudaDriver:
         )
         if not launch.cluster:
             return Residency(int(blocks))
-        config = self._config(launch, stream, pdl=False)
+        config = launch_config(self._cu, launch, stream, pdl=False)
         clusters = self._one(
             self._cu.cuOccupancyMaxActiveClusters(kernel, config), "cuOccupancyMaxActiveClusters"
         )
         return Residency(int(blocks), int(clusters))
 
     def call(self, kernel: Any, launch: Launch, params: ParamBlock, stream: int, pdl: bool) -> Call:
-        return Call(self._config(launch, stream, pdl), kernel, params)
-
-    def _config(self, launch: Launch, stream: int, pdl: bool) -> Any:
-        cu = self._cu
-        config = cu.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
-        config.sharedMemBytes, config.hStream = launch.smem, cu.CUstream(stream)
-        attributes = []
-        if launch.cooperative:
-            attributes.append(self._attribute("COOPERATIVE"))
-            attributes[-1].value.cooperative = 1
-        if launch.cluster:
-            attributes.append(self._attribute("CLUSTER_DIMENSION"))
-            dims = attributes[-1].value.clusterDim
-            dims.x, dims.y, dims.z = launch.cluster
-        if pdl:
-            attributes.append(self._attribute("PROGRAMMATIC_STREAM_SERIALIZATION"))
-            attributes[-1].value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = attributes, len(attributes)
-        return config
-
-    def _attribute(self, name: str) -> Any:
-        attribute = self._cu.CUlaunchAttribute()
-        attribute.id = getattr(self._cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
-        return attribute
+        return Call(launch_config(self._cu, launch, stream, pdl), kernel, params)
 
     def launch(self, calls: Sequence[Call]) -> None:
         enqueue = self._cu.cuLaunchKernelEx
@@ -242,3 +217,30 @@ class CudaDriver:
 
     def reset_persisting_l2(self) -> None:
         self._check(self._cu.cuCtxResetPersistingL2Cache(), "cuCtxResetPersistingL2Cache")
+
+
+def launch_config(cu: Any, launch: Launch, stream: int, pdl: bool) -> Any:
+    """The driver's configuration of a launch: sizes, stream, and no attributes but these three. Needs no driver."""
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+    config.sharedMemBytes, config.hStream = launch.smem, cu.CUstream(stream)
+    attributes = []
+    if launch.cooperative:
+        attributes.append(_attribute(cu, "COOPERATIVE"))
+        attributes[-1].value.cooperative = 1
+    if launch.cluster:
+        attributes.append(_attribute(cu, "CLUSTER_DIMENSION"))
+        dims = attributes[-1].value.clusterDim
+        dims.x, dims.y, dims.z = launch.cluster
+    if pdl:
+        attributes.append(_attribute(cu, "PROGRAMMATIC_STREAM_SERIALIZATION"))
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
+def _attribute(cu: Any, name: str) -> Any:
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    return attribute

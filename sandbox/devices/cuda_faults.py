@@ -5,6 +5,9 @@ Names only; that a context is unusable after a fault, and what to do then, is fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from sandbox.devices.base import Faulted
 from sandbox.devices.cuda_driver import CudaError
 from sandbox.verdict import Failure, Status
@@ -50,3 +53,12 @@ def hung(seconds: float) -> Faulted:
     """The stream did not become idle in time."""
     message = f"the kernels did not end within {seconds:g} s"
     return Faulted(Status.HANG, Failure("hang", message, {"seconds": seconds}))
+
+
+@contextmanager
+def errors_as_faults() -> Iterator[None]:
+    """CudaError becomes Faulted."""
+    try:
+        yield
+    except CudaError as error:
+        raise faulted(error) from error

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sandbox.devices.cuda import CudaDevice, errors_as_faults
+from sandbox.devices.cuda import CudaDevice
+from sandbox.devices.cuda_faults import errors_as_faults
 
 if TYPE_CHECKING:
     import torch

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox import judge_wire
+from sandbox.devices.base import Device
 from sandbox.jobs import JudgeJob
 from sandbox.judge import child, lease, rounds
 from sandbox.judge.child import Ended, Watch
@@ -29,12 +30,13 @@ BROKEN = (Status.FAULT, Status.HANG)
 
 @dataclass(frozen=True)
 class Settings:
-    """`visible`: the server's CUDA_VISIBLE_DEVICES. Times in seconds."""
+    """`visible`: the server's CUDA_VISIBLE_DEVICES; `opener` opens a device in a child. Times in seconds."""
 
     state: Path
     visible: str | None = None
     lock_s: float = LOCK_S
     probe_s: float = PROBE_S
+    opener: Callable[[Place], Device] = rounds.open_device
 
 
 @dataclass
@@ -181,7 +183,7 @@ class Keeper:
         }
 
     def _place(self, kind: str, gpu: str | None) -> Place:
-        return Place(kind, gpu, self.settings.state, os.getpid())
+        return Place(kind, gpu, self.settings.state, os.getpid(), self.settings.opener)
 
 
 def explain(ended: Ended, deadline_s: float) -> tuple[Status, Failure]:

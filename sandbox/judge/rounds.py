@@ -31,6 +31,7 @@ class Place:
     gpu: str | None
     state: Path
     parent: int
+    opener: Callable[[Place], Device]
 
 
 def open_device(place: Place) -> Device:
@@ -57,7 +58,7 @@ def judge(job: JudgeJob, place: Place, runner: Runner, progress: Progress) -> Ma
     opened = begin
     try:
         progress.enter("device")
-        device = open_device(place)
+        device = place.opener(place)
         opened = time.monotonic()
         verdict = _run(job, WatchedDevice(device, progress), runner, progress)
     except (Refused, Faulted) as error:
@@ -86,7 +87,7 @@ def probe(place: Place, progress: Progress) -> Mapping[str, Any]:
     begin = time.monotonic()
     try:
         progress.enter("device")
-        device = open_device(place)
+        device = place.opener(place)
         opened = time.monotonic()
         facts = asdict(device.facts())
         progress.enter("canary")

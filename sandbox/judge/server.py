@@ -26,6 +26,7 @@ from sandbox import judge_wire
 from sandbox.strict import Malformed
 
 DEFAULT_RUNNER = "sandbox.judge.judge:run"
+DEFAULT_OPENER = "sandbox.judge.rounds:open_device"
 _WARM = ("numpy", "torch", "sandbox.canary", "sandbox.judge.rounds", "sandbox.devices.cuda")
 
 
@@ -97,10 +98,10 @@ def claim_descriptors() -> tuple[int, int]:
     return read_fd, write_fd
 
 
-def warm(runner: str) -> Any:
-    """Import what children need and return the judge's entry point. CUDA must stay unopened.
+def warm(*entries: str) -> list[Any]:
+    """Import what children need and find `module:function` entry points. CUDA must stay unopened.
 
-    Raises ImportError, RuntimeError.
+    Raises ImportError, AttributeError, RuntimeError.
     """
     for name in _WARM:
         importlib.import_module(name)
@@ -108,14 +109,16 @@ def warm(runner: str) -> Any:
         importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         print(f"cuda.bindings cannot be imported, only cpu works: {error}", file=sys.stderr)
-    module, _, attribute = runner.partition(":")
-    entry = getattr(importlib.import_module(module), attribute)
+    found = []
+    for entry in entries:
+        module, _, attribute = entry.partition(":")
+        found.append(getattr(importlib.import_module(module), attribute))
     torch: Any = importlib.import_module("torch")
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "importing the judge opened CUDA; children of this process could not use it"
         )
-    return entry
+    return found
 
 
 def _stop(signum: int, frame: object) -> NoReturn:
@@ -142,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     channel = Channel(read_fd, write_fd)
     try:
-        runner = warm(options.runner)
+        runner, opener = warm(options.runner, options.opener)
     except (ImportError, AttributeError, RuntimeError) as error:
         channel.reply({"failed": f"{type(error).__name__}: {str(error)[:300]}"})
         return 1
