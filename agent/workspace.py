@@ -49,7 +49,7 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, text.encode())
 
 
-def read_json(path: Path) -> Any | None:
+def read_json(path: Path) -> Any:
     """None if there is no such file."""
     try:
         return json.loads(path.read_bytes())

@@ -44,6 +44,7 @@ class JudgedRow:
     verdict: Verdict
     blob: str
     tunables: Mapping[str, Any]
+    artifact: str | None = None
     origin: str = "local"
 
 
@@ -169,7 +170,7 @@ def _add_verdict(db: Database, candidate: int, judged: JudgedRow) -> None:
         return
     v = judged.verdict
     inserted = db.table("verdicts").insert(checked({
-        **known, "step": judged.step, "artifact": v.artifact or None, "tier": str(v.tier),
+        **known, "step": judged.step, "artifact": judged.artifact, "tier": str(v.tier),
         "status": str(v.status), "outcome": str(v.outcome) if v.outcome else None,
         "trust": str(v.trust), "device": str(v.device.get("name", "")), "origin": judged.origin,
         "tunables": _json(judged.tunables), "rule": v.failure.rule if v.failure else None,

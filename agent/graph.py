@@ -1,0 +1,180 @@
+"""The graph: plan -> Send x k -> candidate [propose -> compile -> repair* -> judge -> tune* ->
+confirm] -> record -> reflect -> plan | review (interrupt) -> end.
+
+The only module that knows LangGraph. Nodes are functions of (state, deps) in modules of their own;
+here they are wired, and `Waiting` becomes an interrupt.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.errors import GraphDrained
+from langgraph.graph import END, START, StateGraph
+from langgraph.runtime import RunControl, Runtime
+from langgraph.types import Send, interrupt
+
+from agent.evaluate import compile, confirm, judge
+from agent.models.base import Waiting
+from agent.plan import plan
+from agent.propose import propose, repair
+from agent.record import record
+from agent.reflect import reflect
+from agent.state import CandidateOut, CandidateState, Deps, RunState
+from agent.tune import tune
+
+Work = Callable[[Any, Deps], dict[str, Any]]
+STEPS_PER_ROUND = 4
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """How an invocation ended: `end`, `review`, `waiting` or `drained`; with the state and what is
+    awaited.
+    """
+
+    how: Literal["end", "review", "waiting", "drained"]
+    state: RunState
+    waiting: tuple[str, ...] = ()
+
+
+def node(work: Work) -> Any:
+    """A graph node of a plain function. Waiting re-runs the node on resume, so it has done nothing
+    yet.
+    """
+
+    def run(state: Any, runtime: Runtime[Deps]) -> dict[str, Any]:
+        try:
+            return work(state, runtime.context)
+        except Waiting as waiting:
+            interrupt({"waiting": str(waiting)})
+            raise
+
+    run.__name__ = work.__name__
+    return run
+
+
+def review(state: RunState) -> dict[str, Any]:
+    """Where a person decides; the answer is recorded by the command that gives it."""
+    interrupt({"review": state["incumbent"], "stop": state["stop"]})
+    return {}
+
+
+def _go(state: CandidateState) -> str:
+    return state["go"]
+
+
+def _fan(state: RunState) -> list[Send] | str:
+    """One branch a candidate; none when the plan found a reason to stop."""
+    if not state["seqs"]:
+        return "record"
+    shared = {"run": state["run"], "round": state["round"], "incumbent": state.get("incumbent", 0)}
+    return [Send("candidate", {**shared, "seq": seq, "step": 0}) for seq in state["seqs"]]
+
+
+def _next(state: RunState) -> str:
+    if not state.get("stop"):
+        return "plan"
+    return "review" if state.get("incumbent", 0) else END
+
+
+def candidate_graph() -> StateGraph[Any, Any, Any, Any]:
+    g = StateGraph(CandidateState, context_schema=Deps, output_schema=CandidateOut)
+    for work in (propose, compile, repair, judge, tune, confirm):
+        g.add_node(work.__name__, node(work))
+    g.add_edge(START, "propose")
+    g.add_conditional_edges("propose", _go, ["compile", "confirm"])
+    g.add_conditional_edges("compile", _go, ["judge", "repair", "tune", "confirm"])
+    g.add_conditional_edges("repair", _go, ["compile", "confirm"])
+    g.add_conditional_edges("judge", _go, ["repair", "tune", "confirm"])
+    g.add_conditional_edges("tune", _go, ["compile", "confirm"])
+    g.add_edge("confirm", END)
+    return g
+
+
+def run_graph() -> StateGraph[Any, Any, Any, Any]:
+    g = StateGraph(RunState, context_schema=Deps)
+    g.add_node("plan", node(plan))
+    g.add_node("candidate", candidate_graph().compile())
+    g.add_node("record", node(record))
+    g.add_node("reflect", node(reflect))
+    g.add_node("review", review)
+    g.add_edge(START, "plan")
+    g.add_conditional_edges("plan", _fan, ["candidate", "record"])
+    g.add_edge("candidate", "record")
+    g.add_edge("record", "reflect")
+    g.add_conditional_edges("reflect", _next, ["plan", "review", END])
+    g.add_edge("review", END)
+    return g
+
+
+class Drain:
+    """Asks a running graph to stop at the next superstep. Safe from a signal handler."""
+
+    def __init__(self) -> None:
+        self.control = RunControl()
+
+    def request(self) -> None:
+        self.control.request_drain("interrupted")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A compiled graph on a checkpoint file, for one run."""
+
+    graph: Any
+    run: str
+    width: int
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "configurable": {"thread_id": self.run}, "max_concurrency": self.width,
+            "recursion_limit": 1_000_000,
+        }  # fmt: skip
+
+    def started(self) -> bool:
+        return bool(self.graph.get_state(self.config).values)
+
+    def state(self) -> RunState:
+        return cast(RunState, self.graph.get_state(self.config).values)
+
+    def reopen(self) -> None:
+        """Let a run that stopped decide again whether to go on, under limits that may have
+        changed.
+        """
+        self.graph.update_state(self.config, {"stop": None, "stale": 0}, as_node="record")
+
+    def advance(self, deps: Deps, drain: Drain) -> Stopped:
+        """Start or go on until the graph ends, waits or is drained."""
+        begin: RunState | None = (
+            None if self.started() else {"run": self.run, "round": -1, "next": 0}
+        )
+        try:
+            out = self.graph.invoke(
+                begin, self.config, context=deps, durability="sync", control=drain.control,
+                version="v2",
+            )  # fmt: skip
+        except GraphDrained:
+            return Stopped("drained", self.state())
+        values = [i.value for i in out.interrupts]
+        waiting = tuple(sorted(v["waiting"] for v in values if "waiting" in v))
+        if waiting:
+            return Stopped("waiting", self.state(), waiting)
+        return Stopped("review" if values else "end", self.state())
+
+
+@contextmanager
+def engine(db: str | Path, run: str, width: int) -> Iterator[Engine]:
+    """Checkpoints lie in runs.db beside the record."""
+    conn = sqlite3.connect(str(db), timeout=30.0, check_same_thread=False)
+    try:
+        yield Engine(run_graph().compile(checkpointer=SqliteSaver(conn)), run, width)
+    finally:
+        conn.close()

@@ -1,0 +1,132 @@
+"""Proposer `external`: a coding agent or a person writes the file. A folder is the whole interface.
+
+The loop writes `task.md`, `signature.json`, `best.py`, `feedback.md` and `history/`; the author
+puts `candidate.py` there (and, optionally first, `candidate.json` with note, predicted_gain,
+tunables). A taken file moves to `taken/`. Nothing in the folder is executed; whoever can write
+there can only propose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from agent.claims import MAX_SOURCE_BYTES, docstring, predicted_gain
+from agent.models.base import Model, NoProposal, Request, Waiting
+from agent.models.folder import write_folder
+from agent.types import Direction, Proposal, Situation
+from agent.workspace import Workspace, write_bytes
+from sandbox.verdict import Verdict
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class External:
+    """`sleep(seconds)` returns True when the run is asked to stop. `wait` False: no proposal, no
+    waiting.
+    """
+
+    folder: Path
+    workspace: Workspace
+    wait: bool
+    sleep: Callable[[float], bool]
+    say: Callable[[str], None]
+    check: Callable[[], None]
+    name: str = "external"
+    uses_model: bool = False
+    lock: Lock = field(default_factory=Lock)
+
+    def plan(self, s: Situation, calls: Model | None) -> tuple[Direction, ...]:
+        """Always one direction a place: the author decides. Refreshes the folder."""
+        write_folder(self.folder, s, self.workspace)
+        return tuple(Direction("the author's choice", parent=s.incumbent.seq) for _ in range(s.k))
+
+    def propose(self, r: Request) -> Proposal:
+        """Raises Waiting, NoProposal for a file that cannot be taken, StopRun when time is up
+        meanwhile.
+        """
+        told = False
+        while True:
+            found = self._take(r.seq)
+            if found is not None:
+                return found
+            if not (self.folder / "task.md").exists():
+                write_folder(self.folder, r.situation, self.workspace)
+            if not self.wait:
+                raise Waiting(f"put the next kernel at {self.folder / 'candidate.py'}")
+            if not told:
+                self.say(f"waiting for {self.folder / 'candidate.py'} (read task.md there)")
+                told = True
+            self.check()
+            if self.sleep(POLL_S):
+                raise Waiting(f"stopped while waiting for {self.folder / 'candidate.py'}")
+
+    def repair(self, r: Request, source: str, failed: Verdict) -> Proposal | None:
+        """None: the author sees the verdict in feedback.md and the mended file is the next
+        candidate.
+        """
+        return None
+
+    def reflect(self, s: Situation, calls: Model | None) -> tuple[str, ...]:
+        write_folder(self.folder, s, self.workspace)
+        return ()
+
+    def _take(self, seq: int) -> Proposal | None:
+        """The proposal for `seq`: one taken before a kill, or the file that lies there now."""
+        taken = self.folder / "taken"
+        source, claims = taken / f"{seq}.py", taken / f"{seq}.json"
+        with self.lock:
+            if not source.exists():
+                incoming = self.folder / "candidate.py"
+                if not self._settled(incoming):
+                    return None
+                taken.mkdir(parents=True, exist_ok=True)
+                if (self.folder / "candidate.json").exists():
+                    os.replace(self.folder / "candidate.json", claims)
+                os.replace(incoming, source)
+        return _read(source, claims)
+
+    def _settled(self, path: Path) -> bool:
+        """There, and not still growing. Without waiting it is taken as it is."""
+        try:
+            before = path.stat()
+        except FileNotFoundError:
+            return False
+        if not self.wait:
+            return True
+        self.sleep(POLL_S)
+        try:
+            after = path.stat()
+        except FileNotFoundError:
+            return False
+        return (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+
+
+def offer(folder: Path, source: str, claims: dict[str, Any] | None = None) -> Path:
+    """Put a proposal there as an author would, whole or not at all. Raises OSError."""
+    if claims:
+        write_bytes(folder / "candidate.json", json.dumps(claims).encode())
+    write_bytes(folder / "candidate.py", source.encode())
+    return folder / "candidate.py"
+
+
+def _read(source: Path, claims: Path) -> Proposal:
+    if source.is_symlink() or source.stat().st_size > MAX_SOURCE_BYTES:
+        raise NoProposal(f"candidate.py is a link or larger than {MAX_SOURCE_BYTES >> 20} MB")
+    try:
+        text = source.read_text()
+        said = json.loads(claims.read_bytes()) if claims.exists() else {}
+    except ValueError as error:
+        raise NoProposal(f"candidate.py or candidate.json cannot be read: {error}") from error
+    if not isinstance(said, dict) or not isinstance(said.get("tunables", {}), dict):
+        raise NoProposal("candidate.json is no object with note, predicted_gain and tunables")
+    note = str(said.get("note") or docstring(text))
+    gain = said.get("predicted_gain")
+    known = float(gain) if isinstance(gain, (int, float)) else predicted_gain(note)
+    return Proposal(text, note, known, said.get("tunables", {}))

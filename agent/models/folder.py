@@ -1,0 +1,128 @@
+"""What an outside author reads in the run's folder: task, signature, best source, feedback,
+history.
+
+Written whole each round. Text of candidates and of failures is quoted as data, fenced and
+shortened.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from agent.types import Situation, Task, Tried
+from agent.workspace import Workspace, write_bytes, write_json
+
+SHOWN_BUFFERS = 40
+SHOWN_HISTORY = 40
+LONGEST_MESSAGE = 2000
+
+
+def write_folder(folder: Path, s: Situation, workspace: Workspace) -> None:
+    """Refresh everything but the author's own files. Raises OSError."""
+    write_bytes(folder / "task.md", _task(s).encode())
+    write_json(folder / "signature.json", _signature(s.task))
+    write_bytes(folder / "best.py", s.incumbent_source.encode())
+    write_bytes(folder / "feedback.md", _feedback(s).encode())
+    for t in s.history:
+        source = folder / "history" / f"{t.seq}.py"
+        if not source.exists():
+            write_bytes(source, workspace.text(t.source).encode())
+        write_json(folder / "history" / f"{t.seq}.json", t.verdict.to_json())
+
+
+def _signature(task: Task) -> dict[str, object]:
+    return {
+        "target": task.target, "workload": dict(task.workload), "dims": dict(task.dims),
+        "arch": task.arch, "device": task.device,
+        "buffers": [
+            {"name": b.name, "dtype": b.dtype, "shape": list(b.shape), "align": b.align}
+            for b in task.buffers
+        ],
+        "floor": {"read_bytes": task.floor.read_bytes, "write_bytes": task.floor.write_bytes,
+                  "flops": task.floor.flops},
+    }  # fmt: skip
+
+
+def _task(s: Situation) -> str:
+    task = s.task
+    names = "\n".join(
+        f"- `t.{b.name}` {b.dtype} {list(b.shape)}" for b in task.buffers[:SHOWN_BUFFERS]
+    )
+    rest = len(task.buffers) - SHOWN_BUFFERS
+    more = f"\n- and {rest} more, all in signature.json" if rest > 0 else ""
+    dims = ", ".join(f"{k}={v}" for k, v in task.dims.items())
+    work = ", ".join(f"{k}={v}" for k, v in task.workload.items())
+    return f"""# Task: a faster kernel for {task.target}
+
+{task.summary}
+
+- Workload: {work}
+- Device: {task.device}, architecture {task.arch}
+- Byte floor of one step: {task.floor.bytes:,} bytes ({task.floor.read_bytes:,} read, \
+{task.floor.write_bytes:,} written)
+- Sizes (`cfg.dims`): {dims}
+
+Write one Python file in CuTe DSL with `step(t, cfg, stream)` and put it here as `candidate.py`; write it under
+another name first, then rename it. `best.py` is the kernel to beat (candidate {s.incumbent.seq}).
+Its docstring should say what is new and end with a line such as `Predicted gain: 1.05`. Optional,
+before it: `candidate.json` with `note`, `predicted_gain` and `tunables` (chosen values among those
+that TUNABLES declares). A file is taken when it is complete, moves to `taken/`, and its verdict
+appears in `feedback.md` and `history/`.
+
+## Buffers
+
+{names}{more}
+"""
+
+
+def _feedback(s: Situation) -> str:
+    rows = [_row(t) for t in s.history[-SHOWN_HISTORY:]]
+    last = s.history[-1] if s.history else None
+    parts = [
+        f"# Feedback after {len(s.history)} judged candidates",
+        f"Best: candidate {s.incumbent.seq}, {_time(s.incumbent)}.",
+        "| candidate | parent | status | us a step | of the floor | vs incumbent | predicted |\n"
+        "|---|---|---|---|---|---|---|\n" + "\n".join(rows),
+    ]
+    if last is not None:
+        parts.append(_detail(last))
+    if s.lessons:
+        parts.append("## Lessons\n\n" + "\n".join(f"- {x}" for x in s.lessons))
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(t: Tried) -> str:
+    status = str(t.verdict.outcome or t.verdict.status) + (" (promoted)" if t.promoted else "")
+    return (
+        f"| {t.seq} | {'' if t.parent is None else t.parent} | {status} | {_num(t.us, '.2f')} |"
+        f" {_num(t.fraction, '.1%')} | {_num(t.speedup, '.4f')} | {_num(t.predicted_gain, '.3f')} |"
+    )
+
+
+def _detail(t: Tried) -> str:
+    v = t.verdict
+    lines = [f"## Candidate {t.seq}: {v.status}{f', {v.outcome}' if v.outcome else ''}"]
+    if v.failure is not None:
+        message = v.failure.message[:LONGEST_MESSAGE].replace("```", "'''")
+        lines.append(f"Rule `{v.failure.rule}`:\n\n```\n{message}\n```")
+        if v.failure.where:
+            lines.append(f"Where: `{json.dumps(dict(v.failure.where))[:LONGEST_MESSAGE]}`")
+    for r in v.resources:
+        lines.append(
+            f"- kernel `{r.kernel[:80]}`: {r.registers} registers, {r.spill_stores} bytes spilled, "
+            f"{r.smem_static} bytes of static shared memory"
+        )
+    for w in v.timing.workloads if v.timing else ():
+        lines.append(f"- {w.launches} launches, {w.us:.2f} us, {w.gb_per_s:.0f} GB/s")
+    for f in v.findings:
+        lines.append(f"- finding `{f.rule}`: {f.message[:LONGEST_MESSAGE]}")
+    return "\n".join(lines)
+
+
+def _time(t: Tried) -> str:
+    return "not timed" if t.us is None else f"{t.us:.2f} us a step ({_num(t.fraction, '.1%')})"
+
+
+def _num(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)

@@ -1,0 +1,43 @@
+"""Node `reflect`: lessons of the round just recorded, and whether another one should begin.
+
+Lessons are text from the proposer, kept as such; the decision is `agent.search.stop_reason`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agent import search
+from agent.models.base import ModelError, StopRun
+from agent.plan import situation
+from agent.search import Progress
+from agent.state import Deps, RunState
+from agent.workspace import read_json, write_json
+
+
+def reflect(state: RunState, deps: Deps) -> dict[str, Any]:
+    if state.get("stop"):
+        return {}
+    round = state["round"]
+    out: dict[str, Any] = {}
+    path = deps.files.lessons(round)
+    if round and read_json(path) is None:
+        s = situation(deps, round + 1, state["incumbent"])
+        try:
+            write_json(path, list(deps.proposer.reflect(s, deps.calls(f"reflect-{round}"))))
+        except StopRun as stop:
+            out["stop"] = stop.reason
+        except ModelError as error:
+            deps.reporter.say(f"no lessons from round {round}: {error}")
+            write_json(path, [])
+    return out or {"stop": _reason(state, deps)}
+
+
+def _reason(state: RunState, deps: Deps) -> str:
+    winner = read_json(deps.files.result(state["incumbent"]))
+    progress = Progress(
+        round=state["round"], candidates=state["next"] - 1, stale=state.get("stale", 0),
+        fraction=search.fraction(deps.workspace.verdict(winner["verdict"])),
+        infra_in_a_row=state.get("infra", 0),
+    )  # fmt: skip
+    return search.stop_reason(deps.settings.limits, progress, deps.ledger.spent) or ""
