@@ -1,0 +1,144 @@
+"""Device and host pieces that every Kimi K3 seed shares: warp mathematics, one bf16 MMA, MXFP4 codes, launch helpers.
+
+Part of a candidate (`seeds.source` bundles the modules into one file), so it knows CuTe DSL only, no target.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass.memory import SmemAllocator
+
+LOG2E = 1.4426950408889634
+
+
+@cute.jit
+def pick(tensors: cutlass.Constexpr, i: Int32):
+    """`tensors[i]` for an index known only while the launches are recorded. All have one layout.
+
+    A loop over layers that runs on the host needs one kernel where an unrolled one would compile a copy per layer.
+    """
+    first = tensors[0]
+    address = first.iterator.toint()
+    for k in cutlass.range_constexpr(1, len(tensors)):
+        address = tensors[k].iterator.toint() if i == k else address
+    pointer = cute.make_ptr(first.element_type, address, cute.AddressSpace.gmem, assumed_align=128)
+    return cute.make_tensor(pointer, first.layout)
+
+
+@cute.jit
+def begin(pdl: cutlass.Constexpr):
+    """First thing in a kernel that does not prefetch: wait for the launches before, then let the next one start.
+
+    Released only after its own wait, a launch starts knowing that all but its direct predecessor are complete; so
+    what is older (weights, recurrent state) may be read before the wait.
+    """
+    if cutlass.const_expr(pdl):
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def sigmoid(x: Float32):
+    return 1.0 / (1.0 + cute.math.exp(-x))
+
+
+@cute.jit
+def silu(x: Float32):
+    return x * sigmoid(x)
+
+
+@cute.jit
+def situ(g: Float32, u: Float32):
+    """K3's activation: 4 tanh(g/4) sg(g) * 25 tanh(u/25)."""
+    return 4.0 * cute.math.tanh(g * 0.25) * sigmoid(g) * (25.0 * cute.math.tanh(u * 0.04))
+
+
+@cute.jit
+def round_bf16(x: Float32):
+    return x.to(BFloat16).to(Float32)
+
+
+@cute.jit
+def low(pair: Uint32):
+    """The bf16 in bits 0..15, as f32."""
+    return (pair << 16).bitcast(Float32)
+
+
+@cute.jit
+def high(pair: Uint32):
+    """The bf16 in bits 16..31, as f32."""
+    return (pair & Uint32(0xFFFF0000)).bitcast(Float32)
+
+
+@cute.jit
+def lanes_sum(x: Float32, lanes: cutlass.Constexpr):
+    """Sum over groups of `lanes` neighbouring lanes (a power of two), in every lane of the group."""
+    offset = lanes // 2
+    while cutlass.const_expr(offset > 0):
+        x = x + cute.arch.shuffle_sync_bfly(x, offset=offset)
+        offset = offset // 2
+    return x
+
+
+@cute.jit
+def mma_bf16(rC: cute.Tensor, a0, a1, a2, a3, b0, b1):
+    """rC[4] += A[16, 16] B[16, 8] of mma.m16n8k16. With g = lane // 4, q = lane % 4, a word holds columns k, k + 1 of
+    row g (a0, a2) or g + 8 (a1, a3) and of column g of B: k = 2q (a0, a1, b0) or 2q + 8 (a2, a3, b1). rC is
+    (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1). Any permutation of k common to A and B gives the same sum.
+    """
+    c = cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[a0, a1, a2, a3, b0, b1, rC[0], rC[1], rC[2], rC[3]],
+    )
+    for i in cutlass.range_constexpr(4):
+        rC[i] = c[i]
+
+
+@cute.jit
+def add_bf16x2(a: Uint32, b: Uint32):
+    """Two bf16 sums, each rounded once."""
+    return pack_bf16(low(a) + low(b), high(a) + high(b))
+
+
+@cute.jit
+def pack_bf16(x: Float32, y: Float32):
+    """x rounded to bf16 in bits 0..15, y in bits 16..31."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[y, x]
+    )
+
+
+@cute.jit
+def block_sum(x: Float32, warps: cutlass.Constexpr):
+    """Sum of x over a CTA of `warps` warps (at most 32), in a fixed order, in every thread."""
+    tid, _, _ = cute.arch.thread_idx()
+    lane = tid % 32
+    sPart = smem(Float32, (warps,), (1,))
+    x = lanes_sum(x, 32)
+    if lane == 0:
+        sPart[tid // 32] = x
+    cute.arch.sync_threads()
+    part = Float32(0.0)
+    if lane < warps:
+        part = sPart[lane]
+    return lanes_sum(part, 32)
+
+
+def divisor_near(n, wanted):
+    """The smallest divisor of n in [wanted, 2 wanted], else the largest below: a loop count that divides evenly."""
+    for d in range(wanted, 2 * wanted + 1):
+        if n % d == 0:
+            return d
+    return max(d for d in range(1, wanted + 1) if n % d == 0)
+
+
+def divisor_below(n, most):
+    return max(d for d in range(1, most + 1) if n % d == 0)
+
+
+def smem(dtype, shape, stride):
+    """A shared-memory tensor, aligned to 16 bytes."""
+    layout = cute.make_layout(shape, stride=stride)
+    return SmemAllocator().allocate_tensor(dtype, layout, byte_alignment=16)

@@ -1,0 +1,356 @@
+"""Matrix-vector products y = x W^T for a few rows, weights streamed once per eight rows, on bf16 tensor cores.
+
+One kernel; what differs between the projections of a layer is how x is made (plain, a sum, a norm) and the epilogue.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32
+
+from targets.kimi_k3.seeds.common import (
+    add_bf16x2,
+    begin,
+    divisor_below,
+    divisor_near,
+    high,
+    lanes_sum,
+    low,
+    mma_bf16,
+    pack_bf16,
+    pick,
+    round_bf16,
+    situ,
+    smem,
+)
+
+TUNABLES = {
+    "gemv_warps": (8, 4, 16),
+    "gemv_tile": (2, 1, 4),
+    "gemv_unroll": (4, 2, 7),
+    "fuse_add": (True, False),
+    "pdl": (False, True),
+}
+
+
+class Extra(NamedTuple):
+    """What some projections read or write beside x, W and y.
+
+    plus    x is bf(x + plus)
+    norm    x is bf(RMS(x; norm)), recomputed by every CTA
+    remote  f32, y = bf(bf(product) + remote): the sum of the other ranks' partials
+    send    columns from `remote`'s width on go here instead, without a sum
+    addend  bf16, y = bf(bf(product) + addend)
+    tail    bf16, columns of y beyond the product are copies of it
+    """
+
+    plus: Any = None
+    norm: Any = None
+    remote: Any = None
+    send: Any = None
+    addend: Any = None
+    tail: Any = None
+
+
+@dataclass(frozen=True)
+class Gemv:
+    """Compile-time shape of one product: y has `n` columns, `k` columns of x are used.
+
+    `situ`: W holds n gate rows, then n up rows, and y = bf(SiTU(bf(gate), bf(up))). A CTA of `warps` makes `tile` x 8
+    columns; the warps share K in blocks of 32 columns and load `unroll` blocks before they use the first.
+    """
+
+    n: int
+    k: int
+    warps: int
+    tile: int
+    unroll: int
+    situ: bool
+    eps: float
+    pdl: bool
+
+    @property
+    def blocks(self):
+        return self.k // 32
+
+    @property
+    def exact(self):
+        return self.blocks % (self.warps * self.unroll) == 0
+
+    @property
+    def rounds(self):
+        return -(-self.blocks // (self.warps * self.unroll))
+
+    @property
+    def parts(self):
+        """Rows of W, in units of eight, that a CTA reads."""
+        return self.tile * (2 if self.situ else 1)
+
+
+@cute.jit
+def load_weights(gW: cute.Tensor, rW: cute.Tensor, tile: Int32, step: Int32, op: cutlass.Constexpr):
+    """One round of this warp's blocks: rW[4 words, part, unroll]; a lane has 16 bytes of row g, columns 8 q of 32."""
+    tid, _, _ = cute.arch.thread_idx()
+    lane = tid % 32
+    stream = cute.make_copy_atom(
+        cute.nvgpu.CopyG2ROp(), Uint32, num_bits_per_copy=128,
+        load_cache_mode=cute.nvgpu.LoadCacheMode.STREAMING,
+    )  # fmt: skip
+    for u in cutlass.range_constexpr(op.unroll):
+        block = (step * op.unroll + u) * op.warps + tid // 32
+        for j in cutlass.range_constexpr(op.parts):
+            row = (tile * op.tile + j % op.tile) * 8 + lane // 4 + (j // op.tile) * op.n
+            if cutlass.const_expr(op.exact):
+                cute.copy(stream, gW[row, (None, block * 4 + lane % 4)], rW[None, j, u])
+            elif block < op.blocks:
+                cute.copy(stream, gW[row, (None, block * 4 + lane % 4)], rW[None, j, u])
+            else:
+                rW[None, j, u].fill(0)
+
+
+@cute.jit
+def load_rows(
+    gX: cute.Tensor, plus: Any, rX: cute.Tensor, m0: Int32, step: Int32, op: cutlass.Constexpr
+):
+    """The same blocks of up to eight rows of x (row g of the group): rX[4 words, unroll]; absent rows stay zero."""
+    tid, _, _ = cute.arch.thread_idx()
+    lane = tid % 32
+    m = m0 + lane // 4
+    rPlus = cute.make_rmem_tensor(cute.make_layout((4, op.unroll)), Uint32)
+    for u in cutlass.range_constexpr(op.unroll):
+        block = (step * op.unroll + u) * op.warps + tid // 32
+        if m < gX.shape[0] and block < op.blocks:
+            cute.autovec_copy(gX[m, (None, block * 4 + lane % 4)], rX[None, u])
+            if cutlass.const_expr(plus is not None):
+                cute.autovec_copy(plus[m, (None, block * 4 + lane % 4)], rPlus[None, u])
+    if cutlass.const_expr(plus is not None):
+        if m < gX.shape[0]:
+            for i in cutlass.range_constexpr(4 * op.unroll):
+                rX[i] = add_bf16x2(rX[i], rPlus[i])
+
+
+@cute.jit
+def normed_rows(
+    mX: cute.Tensor, mNorm: cute.Tensor, sX: cute.Tensor, m0: Int32, op: cutlass.Constexpr
+):
+    """sX[8 rows, k / 2 words] = bf(RMS(x; norm)) of rows m0.., f32 inside, one rounding. Ends with a barrier."""
+    tid, _, _ = cute.arch.thread_idx()
+    lane = tid % 32
+    words = op.k // 2
+    gX = cute.recast_tensor(mX, Uint32)
+    gNorm = cute.recast_tensor(mNorm, Uint32)
+    for r in cutlass.range(tid // 32, 8, op.warps, unroll=1):
+        if m0 + r < mX.shape[0]:
+            square = Float32(0.0)
+            for i in cutlass.range(lane, words, 32, unroll=8):
+                x = gX[m0 + r, i]
+                square += low(x) * low(x) + high(x) * high(x)
+            scale = cute.math.rsqrt(lanes_sum(square, 32) / op.k + op.eps)
+            for i in cutlass.range(lane, words, 32, unroll=8):
+                x = gX[m0 + r, i]
+                w = gNorm[i]
+                sX[r, i] = pack_bf16(low(x) * scale * low(w), high(x) * scale * high(w))
+        else:
+            for i in cutlass.range(lane, words, 32, unroll=1):
+                sX[r, i] = Uint32(0)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def finish(acc: Float32, up: Float32, at: tuple, mY: cute.Tensor, ex: Extra, op: cutlass.Constexpr):
+    """Epilogue of element at = (m, n): the roundings of the specification, then the store."""
+    m, n = at
+    if cutlass.const_expr(op.situ):
+        mY[m, n] = situ(round_bf16(acc), round_bf16(up)).to(mY.element_type)
+    elif cutlass.const_expr(ex.send is not None):
+        own = ex.remote.shape[1]
+        if n < own:
+            mY[m, n] = (round_bf16(acc) + ex.remote[m, n]).to(mY.element_type)
+        else:
+            ex.send[m, n - own] = acc.to(ex.send.element_type)
+    elif cutlass.const_expr(ex.remote is not None):
+        mY[m, n] = (round_bf16(acc) + ex.remote[m, n]).to(mY.element_type)
+    elif cutlass.const_expr(ex.addend is not None):
+        mY[m, n] = (round_bf16(acc) + ex.addend[m, n].to(Float32)).to(mY.element_type)
+    else:
+        mY[m, n] = acc.to(mY.element_type)
+
+
+@cute.kernel
+def gemv_kernel(
+    mX: cute.Tensor, mW: cute.Tensor, mY: cute.Tensor, ex: Extra, op: cutlass.Constexpr
+):
+    """mX bf16 [M, >= k], mW bf16 [n or 2n, k], mY bf16 or f32 [M, >= n]; grid (n / 8 tile, M / 8).
+
+    The weights are the B operand (n = 8 rows), x is A (16 rows, the upper 8 zero). Each lane takes 16 contiguous
+    bytes of a row, so k is permuted alike in A and B. f32 sums, warps added in order, rounded as `Extra` says.
+    """
+    tid, _, _ = cute.arch.thread_idx()
+    tile, group, _ = cute.arch.block_idx()
+    warp, lane = tid // 32, tid % 32
+    g, q = lane // 4, lane % 4
+    m0 = group * 8
+    gW = cute.logical_divide(cute.recast_tensor(mW, Uint32), (None, 4))
+    rW = cute.make_rmem_tensor(cute.make_layout((4, op.parts, op.unroll)), Uint32)
+    rX = cute.make_rmem_tensor(cute.make_layout((4, op.unroll)), Uint32)
+    rC = cute.make_rmem_tensor(cute.make_layout((4, op.parts)), Float32)
+    rX.fill(0)
+    rC.fill(0.0)
+    load_weights(gW, rW, tile, Int32(0), op)
+    begin(op.pdl)
+    plus = None
+    if cutlass.const_expr(ex.norm is not None):
+        # 16 bytes of padding keep the eight rows of a fragment in different banks
+        sX = smem(Uint32, (8, op.k // 2), (op.k // 2 + 4, 1))
+        normed_rows(mX, ex.norm, sX, m0, op)
+        gX = cute.logical_divide(sX, (None, 4))
+        first = 0
+    else:
+        gX = cute.logical_divide(cute.recast_tensor(mX, Uint32), (None, 4))
+        first = m0
+        if cutlass.const_expr(ex.plus is not None):
+            plus = cute.logical_divide(cute.recast_tensor(ex.plus, Uint32), (None, 4))
+    for step in cutlass.range(op.rounds, unroll=1):
+        load_rows(gX, plus, rX, first, step, op)
+        for u in cutlass.range_constexpr(op.unroll):
+            for h in cutlass.range_constexpr(2):
+                a0, a2 = rX[2 * h, u], rX[2 * h + 1, u]
+                for j in cutlass.range_constexpr(op.parts):
+                    b0, b1 = rW[2 * h, j, u], rW[2 * h + 1, j, u]
+                    mma_bf16(rC[None, j], a0, Uint32(0), a2, Uint32(0), b0, b1)
+        if step + 1 < op.rounds:
+            load_weights(gW, rW, tile, step + 1, op)
+    sum_and_store(rC, mY, ex, op)
+
+
+@cute.jit
+def sum_and_store(rC: cute.Tensor, mY: cute.Tensor, ex: Extra, op: cutlass.Constexpr):
+    """Add the warps' shares of K in warp order and finish each element."""
+    tid, _, _ = cute.arch.thread_idx()
+    tile, group, _ = cute.arch.block_idx()
+    tiles, _, _ = cute.arch.grid_dim()
+    lane = tid % 32
+    width = op.tile * 8
+    sC = smem(Float32, (8, op.parts * 8, op.warps), (1, 8, op.parts * 64))
+    for j in cutlass.range_constexpr(op.parts):
+        for i in cutlass.range_constexpr(2):
+            sC[lane // 4, j * 8 + lane % 4 * 2 + i, tid // 32] = rC[i, j]
+    cute.arch.sync_threads()
+    for item in cutlass.range(tid, 8 * width, op.warps * 32, unroll=1):
+        r, c = item // width, item % width
+        m = group * 8 + r
+        if m < mY.shape[0]:
+            acc = Float32(0.0)
+            up = Float32(0.0)
+            for w in cutlass.range_constexpr(op.warps):
+                acc += sC[r, c, w]
+                if cutlass.const_expr(op.situ):
+                    up += sC[r, width + c, w]
+            finish(acc, up, (m, tile * width + c), mY, ex, op)
+    if cutlass.const_expr(ex.tail is not None):
+        threads = op.warps * 32
+        for i in cutlass.range(tile * threads + tid, ex.tail.shape[1], tiles * threads, unroll=1):
+            for r in cutlass.range_constexpr(8):
+                if group * 8 + r < mY.shape[0]:
+                    mY[group * 8 + r, op.n + i] = ex.tail[group * 8 + r, i]
+
+
+def gemv_shape(n, k, cfg, situ):
+    """Fit the tunables to a product: whole tiles, and enough CTAs for the GPU where n allows."""
+    tile = divisor_below(n // 8, cfg.gemv_tile)
+    if n // (8 * tile) < cfg.sms:
+        tile = 1
+    warps = cfg.gemv_warps
+    blocks = k // 32
+    if blocks % warps == 0:
+        unroll = divisor_near(blocks // warps, cfg.gemv_unroll)
+    else:
+        unroll = min(cfg.gemv_unroll, -(-blocks // warps))
+    return Gemv(n, k, warps, tile, unroll, situ, cfg.dims.eps, cfg.pdl)
+
+
+@cute.jit
+def gemv(
+    mX: cute.Tensor, mW: cute.Tensor, mY: cute.Tensor, ex: Extra, cfg: cutlass.Constexpr, stream
+):
+    """y = x W^T with the extras of `ex`; n and k are W's."""
+    op = gemv_shape(mW.shape[0], mW.shape[1], cfg, False)
+    launch_gemv(mX, mW, mY, ex, op, stream)
+
+
+@cute.jit
+def gemv_situ(mX: cute.Tensor, mW: cute.Tensor, mY: cute.Tensor, cfg: cutlass.Constexpr, stream):
+    """y = bf(SiTU(bf(x Wg^T), bf(x Wu^T))), W = [Wg; Wu]."""
+    op = gemv_shape(mW.shape[0] // 2, mW.shape[1], cfg, True)
+    launch_gemv(mX, mW, mY, Extra(), op, stream)
+
+
+@cute.jit
+def launch_gemv(
+    mX: cute.Tensor, mW: cute.Tensor, mY: cute.Tensor, ex: Extra, op: cutlass.Constexpr, stream
+):
+    gemv_kernel(mX, mW, mY, ex, op).launch(
+        grid=(op.n // (8 * op.tile), cute.ceil_div(mX.shape[0], 8), 1),
+        block=(op.warps * 32, 1, 1),
+        stream=stream,
+        use_pdl=op.pdl,
+        min_blocks_per_mp=1,
+    )
+
+
+@cute.kernel
+def add_kernel(mX: cute.Tensor, mY: cute.Tensor, mOut: cute.Tensor, pdl: cutlass.Constexpr):
+    """out = bf(x + y), bf16 [M, columns]; grid (columns / 256, M)."""
+    tid, _, _ = cute.arch.thread_idx()
+    bid, m, _ = cute.arch.block_idx()
+    begin(pdl)
+    i = bid * 256 + tid
+    if i < mX.shape[1]:
+        mOut[m, i] = (mX[m, i].to(Float32) + mY[m, i].to(Float32)).to(BFloat16)
+
+
+@cute.jit
+def add(mX: cute.Tensor, mY: cute.Tensor, mOut: cute.Tensor, cfg: cutlass.Constexpr, stream):
+    add_kernel(mX, mY, mOut, cfg.pdl).launch(
+        grid=(cute.ceil_div(mX.shape[1], 256), mX.shape[0], 1),
+        block=(256, 1, 1),
+        stream=stream,
+        use_pdl=cfg.pdl,
+    )
+
+
+@cute.jit
+def gemv_of_sum(
+    mX: cute.Tensor,
+    mPlus: cute.Tensor,
+    mSum: Any,
+    mW: cute.Tensor,
+    mY: cute.Tensor,
+    cfg: cutlass.Constexpr,
+    stream,
+):
+    """y = bf(x + plus) W^T, the sum made while x is loaded or, unfused, by a launch of its own into mSum."""
+    if cutlass.const_expr(cfg.fuse_add):
+        gemv(mX, mW, mY, Extra(plus=mPlus), cfg, stream)
+    else:
+        add(mX, mPlus, mSum, cfg, stream)
+        gemv(mSum, mW, mY, Extra(), cfg, stream)
+
+
+def workspace(dims, cfg):
+    if cfg.fuse_add:
+        return {}
+    return {"sum": ("bf16", (dims.rows, dims.hidden), "undefined", "step")}
+
+
+@cute.jit
+def step(t, cfg, stream):
+    """y_i = bf(x_i W_i^T), x_i = bf(inputs.x[i] + y_{i-1})."""
+    x, y = t.inputs.x, t.outputs.y
+    w = [layer.w for layer in t.weights.layers]
+    mSum = None if cfg.fuse_add else t.workspace.sum
+    gemv(x[0], w[0], y[0], Extra(), cfg, stream)
+    for i in cutlass.range(1, len(w), unroll=1):
+        gemv_of_sum(pick(x, i), pick(y, i - 1), mSum, pick(w, i), pick(y, i), cfg, stream)
