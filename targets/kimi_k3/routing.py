@@ -91,7 +91,7 @@ def eligible(z: Tensor, bound: Tensor, topk: int) -> Tensor:
 
 
 def tie(buffer: str, oracle: Chooser, shadows: list[Chooser]) -> Tie:
-    """The proof for all layers: near ties where the oracle chose itself, legitimate choices where others were forced."""
+    """The proof for all layers: near ties of its own choices, legitimacy of forced ones."""
     allowed, may = [], []
     for n, bound in enumerate(noise(oracle, shadows)):
         z, used, own = oracle.z[n], oracle.ids[n], oracle.own[n]

@@ -39,7 +39,7 @@ out_norm} into outputs.y.i; outputs.prefix is P at the end. bank_rows = min(8, l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,11 @@ class KimiTarget:
     @property
     def name(self) -> str:
         return f"kimi-k3-{self.part}"
+
+    @property
+    def baselines(self) -> Mapping[str, str]:
+        """Name -> `module:Class` with `prepare(w, tensors)` (once) and `step()` (capturable, writes in place)."""
+        return {"graph": "targets.kimi_k3.baseline.graph:TorchGraphBaseline"}
 
     def seed_source(self) -> str:
         return (_SEEDS / f"{self.part.replace('-', '_')}.py").read_text()
