@@ -111,14 +111,14 @@ class Store:
     def add_calls(self, run: str, calls: Iterable[Mapping[str, Any]]) -> None:
         with transaction(self.path) as db:
             rows = [{"run": run, **checked(call)} for call in calls]
-            db.table("model_calls").insert_all(rows, pk="id", ignore=True)
+            db.table("model_calls").insert_all(rows, ignore=True)
 
     def add_lessons(self, run: str, round: int, lessons: Iterable[str]) -> None:
         with transaction(self.path) as db:
             rows = [
                 {"run": run, "round": round, "n": n, "text": text} for n, text in enumerate(lessons)
             ]
-            db.table("lessons").insert_all(rows, pk="id", ignore=True)
+            db.table("lessons").insert_all(rows, ignore=True)
 
     def add_decision(self, run: str, row: Mapping[str, Any]) -> None:
         """`row`: round, kind, seq (or None), reason, date. One of a kind in a round per

@@ -1,0 +1,95 @@
+"""The loop from proposal to promotion, on fakes: the story that the graph tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from agent.fakes import kernel
+from agent.models.scripted import ScriptedProposer
+from agent.search import Limits
+from sandbox.verdict import Tier
+
+
+def test_a_better_kernel_replaces_the_seed(kit: Any) -> None:
+    ended = kit.optimize([kernel(120), kernel(80), kernel(90), kernel(70)])
+    assert (ended.how, ended.stop, ended.incumbent) == ("review", "rounds", 4)
+    rows = kit.queries.candidates(ended.run)
+    assert [r["seq"] for r in rows] == [0, 1, 2, 3, 4]
+    assert [r["outcome"] for r in rows] == ["not_timed", "slow", "better", "slow", "better"]
+    assert [r["parent_seq"] for r in rows] == [None, 0, 0, 2, 2]
+    assert [bool(r["promoted"]) for r in rows] == [True, False, True, False, True]
+    assert [r["tier"] for r in rows] == ["screen", "screen", "full", "screen", "full"]
+
+
+def test_the_winner_lies_in_kernels_out_and_replaces_its_predecessor(kit: Any) -> None:
+    ended = kit.optimize([kernel(80), kernel(70)], limits=Limits(rounds=2, stop_at=None))
+    folder: Path = kit.place.out / "fake" / "cpu"
+    assert [p.name for p in folder.iterdir()] == [f"{ended.run}-2"]
+    best = folder / f"{ended.run}-2"
+    assert best.joinpath("kernel.py").read_text() == kernel(70)
+    assert best.joinpath("artifact", "manifest.json").is_file()
+    assert "80.00" not in best.joinpath("notes.md").read_text()
+    assert "Not verified" in best.joinpath("notes.md").read_text()
+
+
+def test_a_fluke_is_caught_by_the_fresh_judge_and_never_promoted(kit: Any) -> None:
+    kit.full_penalty = 1.5
+    ended = kit.optimize([kernel(80)], limits=Limits(rounds=1))
+    assert ended.incumbent == 0
+    assert [j.calls[0][1] for j in kit.fresh] == [Tier.FULL]
+    assert all(j.closed for j in kit.fresh)
+    assert kit.queries.candidates(ended.run)[1]["outcome"] == "slow"
+
+
+def test_failures_are_recorded_and_do_not_stop_their_siblings(kit: Any) -> None:
+    modes = ["compile_error", "wrong", "hang", "fault"]
+    sources = [kernel(80 + i, m) for i, m in enumerate(modes)] + [kernel(80)]
+    ended = kit.optimize(sources, k=5, limits=Limits(rounds=1), repairs=0)
+    rows = kit.queries.candidates(ended.run)
+    assert [r["status"] for r in rows[1:]] == [*modes, "passed"]
+    assert ended.incumbent == 5
+
+
+def test_a_broken_candidate_is_repaired(kit: Any) -> None:
+    broken, mended = kernel(80, "compile_error"), kernel(80)
+    run = kit.new(limits=Limits(rounds=1))
+    ended = kit.go(run, ScriptedProposer([broken], {broken: mended}))
+    assert ended.incumbent == 1
+    row = kit.queries.candidates(run)[1]
+    verdicts = kit.queries.verdicts(row["id"])
+    assert [(v["step"], v["status"], v["tier"]) for v in verdicts] == [
+        (0, "compile_error", "screen"), (1, "passed", "screen"), (1, "passed", "full"),
+    ]  # fmt: skip
+
+
+def test_a_passed_candidate_is_tuned_and_keeps_its_best_point(kit: Any) -> None:
+    source = kernel(90, extra='# cost: a 2=0.8 3=1.5\nTUNABLES = {"a": (1, 2, 3)}\n')
+    ended = kit.optimize([source], limits=Limits(rounds=1), tunings=5)
+    row = kit.queries.candidates(ended.run)[1]
+    assert row["tunables"] == '{"a": 2}'
+    assert row["us"] == 72.0
+    assert len(kit.queries.verdicts(row["id"])) == 4
+
+
+def test_the_best_of_a_round_wins_and_the_other_is_kept_with_a_reason(kit: Any) -> None:
+    ended = kit.optimize([kernel(80), kernel(60), kernel(70)], k=3, limits=Limits(rounds=1))
+    assert ended.incumbent == 2
+    kept = [d for d in kit.queries.decisions(ended.run) if d["kind"] == "keep"]
+    assert [d["seq"] for d in kept] == [1, 3]
+    assert all("candidate 2 gains more" in d["reason"] for d in kept)
+
+
+def test_the_same_machine_work_is_not_measured_twice(kit: Any) -> None:
+    ended = kit.optimize([kernel(120), kernel(120) + "# other text\n"], limits=Limits(rounds=2))
+    rows = kit.queries.candidates(ended.run)
+    assert rows[2]["duplicate_of"] == 1
+    assert len(kit.judge.calls) == 2
+
+
+def test_a_seed_that_fails_ends_the_run(kit: Any, tmp_path: Path) -> None:
+    start = tmp_path / "start.py"
+    start.write_text(kernel(1, "wrong"))
+    ended = kit.optimize([kernel(80)], start=str(start))
+    assert (ended.how, ended.stop) == ("end", "seed_failed")
+    assert not kit.place.out.exists()
