@@ -3,6 +3,8 @@
 Part of a candidate (`seeds.source` bundles the modules into one file), so it knows CuTe DSL only, no target.
 """
 
+from types import SimpleNamespace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
@@ -23,6 +25,11 @@ def pick(tensors: cutlass.Constexpr, i: Int32):
         address = tensors[k].iterator.toint() if i == k else address
     pointer = cute.make_ptr(first.element_type, address, cute.AddressSpace.gmem, assumed_align=128)
     return cute.make_tensor(pointer, first.layout)
+
+
+def pick_layer(layers, i, names):
+    """A namespace of the tensors `names` of layer i, an index known only while the launches are recorded."""
+    return SimpleNamespace(**{n: pick([getattr(x, n) for x in layers], i) for n in names})
 
 
 @cute.jit

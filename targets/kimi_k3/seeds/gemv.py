@@ -189,8 +189,6 @@ def gemv_kernel(
     """
     tid, _, _ = cute.arch.thread_idx()
     tile, group, _ = cute.arch.block_idx()
-    warp, lane = tid // 32, tid % 32
-    g, q = lane // 4, lane % 4
     m0 = group * 8
     gW = cute.logical_divide(cute.recast_tensor(mW, Uint32), (None, 4))
     rW = cute.make_rmem_tensor(cute.make_layout((4, op.parts, op.unroll)), Uint32)
