@@ -42,15 +42,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from targets.base import Floor, Options, Workload, register
-from targets.kimi_k3 import floors
+from targets.kimi_k3 import floors, seeds
 from targets.kimi_k3.layout import BUILD
 from targets.kimi_k3.options import counts, dims, resolve
 from targets.kimi_k3.sizes import PRESETS
-
-_SEEDS = Path(__file__).parent / "seeds"
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class KimiTarget:
         return {"graph": "targets.kimi_k3.baseline.graph:TorchGraphBaseline"}
 
     def seed_source(self) -> str:
-        return (_SEEDS / f"{self.part.replace('-', '_')}.py").read_text()
+        return seeds.source(self.name)
 
     def workload(self, options: Options) -> Workload:
         run = resolve(self.part, options)
