@@ -1,0 +1,170 @@
+"""Arms of a timing run: the candidate or incumbent as a recorded chain of steps, and trusted torch baselines.
+
+An arm only runs. The order, the clock and the comparison of outputs are `sandbox.judge.timing`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sandbox.artifact import Artifact
+from sandbox.devices.base import Bound, Program
+from sandbox.judge import poison
+from sandbox.judge.arena import Arena
+from sandbox.judge.case import Case, load_attribute
+from sandbox.judge.lanes import Lanes
+from sandbox.judge.rig import Rig, clear, load_constants, place_of, undefined_of
+
+BASELINE_STEPS = 16
+
+
+class Arm(Protocol):
+    """`steps` of one call of `replay`. `launches` of one step; 0 where nobody counts."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def launches(self) -> int: ...
+    def replay(self) -> None: ...
+
+
+@dataclass
+class PlanArm:
+    """An artifact on the lanes, with workspace of its own for each set of weights."""
+
+    name: str
+    artifact: Artifact
+    lanes: Lanes
+    bounds: list[Bound]
+    scratch: list[Mapping[str, torch.Tensor]]
+    arenas: list[Arena]
+    chain: Bound | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.lanes.steps
+
+    @property
+    def launches(self) -> int:
+        return self.bounds[0].launches
+
+    def step(self, lane: int) -> None:
+        """One step as in `replay`: cleared scratch, then the plan's launches."""
+        clear(self._scratch(lane, "zero"))
+        self.bounds[lane].launch()
+
+    def all_steps(self) -> None:
+        for lane in range(self.steps):
+            self.step(lane)
+
+    def record(self) -> None:
+        """Make the whole chain one replayable unit. Steps have run before: nothing is loaded while recording."""
+        device = self.lanes.case.device
+        self.all_steps()
+        device.synchronize()
+        self.chain = device.record(self.all_steps, self.launches * self.steps)
+
+    def replay(self) -> None:
+        assert self.chain is not None
+        self.chain.launch()
+
+    def dirty(self, seed: int) -> None:
+        """Random values in the scratch that a step finds undefined."""
+        for lane in range(self.lanes.sets):
+            poison.fill(self._scratch(lane, "undefined"), "random", seed + lane)
+
+    def _scratch(self, lane: int, init: str) -> list[torch.Tensor]:
+        at = self.scratch[lane % self.lanes.sets]
+        return [at[b.name] for b in self.artifact.buffers if (b.init, b.lifetime) == (init, "step")]
+
+
+def plan_arm(
+    name: str, loaded: tuple[Artifact, Program], lanes: Lanes, rig: Rig | None = None
+) -> PlanArm:
+    """Bind an artifact to every lane; `rig` lends the scratch that it has prepared on set 0."""
+    artifact, program = loaded
+    own = [(b.name, b) for b in artifact.buffers if b.group in ("workspace", "constants")]
+    scratch: list[Mapping[str, torch.Tensor]] = []
+    arenas: list[Arena] = []
+    for s in range(lanes.sets):
+        if s == 0 and rig is not None:
+            scratch.append({n: rig.arena[n] for n, _ in own})
+            continue
+        arena = Arena(own, place_of(lanes.case, f"{name} scratch {s}"))
+        _set_up(arena, loaded, lanes, s)
+        arenas.append(arena)
+        scratch.append(arena)
+    undefined = undefined_of(artifact)
+    bounds = [
+        program.bind("step", {**lanes.tensors(i), **scratch[i % lanes.sets]}, undefined)
+        for i in range(lanes.steps)
+    ]
+    return PlanArm(name, artifact, lanes, bounds, scratch, arenas)
+
+
+def _set_up(arena: Arena, loaded: tuple[Artifact, Program], lanes: Lanes, s: int) -> None:
+    """Constants, persistent scratch and preparation on the weights of set `s`."""
+    artifact, program = loaded
+    load_constants(arena, artifact)
+    for b in artifact.buffers:
+        if b.group == "workspace" and b.init == "zero":
+            clear([arena[b.name]])
+        elif b.group == "workspace":
+            poison.fill([arena[b.name]], "random", lanes.case.seeds.of("arm scratch", b.name))
+    if artifact.prepare is not None:
+        fresh = frozenset(b.name for b in artifact.buffers if b.init == "undefined")
+        program.bind("prepare", {**lanes.weights[s], **arena}, fresh).launch()
+        lanes.case.device.synchronize()
+
+
+@dataclass
+class BaselineArm:
+    """A trusted torch callable, one instance for each set of weights, captured in a CUDA graph on cuda."""
+
+    name: str
+    steps: int
+    run: Callable[[], None]
+    launches: int = 0
+
+    def replay(self) -> None:
+        self.run()
+
+
+def baseline_arm(name: str, where: str, lanes: Lanes) -> BaselineArm:
+    """Build, warm up and capture a baseline. It may raise whatever torch raises."""
+    case = lanes.case
+    made: list[Any] = []
+    for s in range(lanes.sets):
+        one = load_attribute(where)()
+        one.prepare(case.workload, lanes.tensors(s))
+        made.append(one)
+    steps = min(lanes.steps, -(-BASELINE_STEPS // lanes.sets) * lanes.sets)
+
+    def chain() -> None:
+        for i in range(steps):
+            made[i % len(made)].step()
+
+    for _ in range(2):
+        chain()
+    case.device.synchronize()
+    return BaselineArm(name, steps, _captured(case, chain))
+
+
+def _captured(case: Case, chain: Callable[[], None]) -> Callable[[], None]:
+    if case.device.torch_device == "cpu":
+        return chain
+    graph: Any = torch.cuda.CUDAGraph()
+    # torch's own capture: its allocator keeps the intermediates of a graph apart
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        chain()
+
+    def replay() -> None:
+        graph.replay()
+
+    return replay

@@ -1,0 +1,176 @@
+"""The noise band: how far legitimate schedules stray from the oracle, and what a candidate may therefore show.
+
+Errors are measured on the whole tensor and on cells (a row, a head, a cache row), so that one wrong row of many shows.
+Bounds are 2 x the band + an epsilon of the element type, capped, so that a noisy reference cannot open the gate. Cosine
+is not used: it ignores scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from sandbox.judge.dtypes import epsilon
+
+MIN_CELL = 64
+MAX_CELLS = 1 << 20
+SUM_LENGTH = 8192
+FACTOR = 2.0
+CAP = 16.0
+QUIET = 0.01
+_EPS32 = 2.0**-23
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Distance of a tensor from the oracle. rel_l2 and norm_ratio relative, max_abs in the tensor's unit; `cell_*` of
+    the worst cell. A norm ratio is |norm / oracle norm - 1|."""
+
+    rel_l2: float
+    max_abs: float
+    norm_ratio: float
+    cell_rel_l2: float
+    cell_norm_ratio: float
+
+    def over(self, bound: Errors) -> float:
+        """Largest error in units of its bound; NaN counts as infinite."""
+        worst = 0.0
+        for name in NAMES:
+            error, limit = getattr(self, name), getattr(bound, name)
+            if not error <= limit:
+                worst = max(
+                    worst, error / limit if limit > 0 and math.isfinite(error) else math.inf
+                )
+            elif limit > 0:
+                worst = max(worst, error / limit)
+        return worst
+
+    def failed(self, bound: Errors) -> tuple[str, ...]:
+        """Names of the gates not met; written so that NaN fails."""
+        return tuple(n for n in NAMES if not getattr(self, n) <= getattr(bound, n))
+
+
+NAMES = tuple(f.name for f in fields(Errors))
+ZERO = Errors(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def worst(errors: Sequence[Errors]) -> Errors:
+    """Largest of each figure."""
+    return Errors(*(max((getattr(e, n) for e in errors), default=0.0) for n in NAMES))
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A tensor as [cells, elements]: leading dimensions are cells while a cell keeps at least MIN_CELL elements."""
+
+    lead: tuple[int, ...]
+    size: int
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.lead)
+
+    def index(self, cell: int) -> tuple[int, ...]:
+        out = []
+        for extent in reversed(self.lead):
+            out.append(cell % extent)
+            cell //= extent
+        return tuple(reversed(out))
+
+
+def cells_of(shape: Sequence[int]) -> Cells:
+    total, lead = math.prod(shape), 0
+    for k in range(1, len(shape)):
+        cells = math.prod(shape[:k])
+        if cells > MAX_CELLS or total // cells < MIN_CELL:
+            break
+        lead = k
+    return Cells(tuple(shape[:lead]), total // max(1, math.prod(shape[:lead])))
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What a tensor is compared with: the cells that hold specified elements, in fp64. Elements outside the mask are
+    zero here, and `view` makes them zero in whatever is compared."""
+
+    cells: Cells
+    kept: torch.Tensor | None
+    mask: torch.Tensor | None
+    values: torch.Tensor
+    scale: torch.Tensor
+    largest: float
+    elements: int
+
+    def view(self, t: torch.Tensor) -> torch.Tensor:
+        """[kept cells, elements] in fp64 of a tensor of the oracle's shape."""
+        flat = t.reshape(self.cells.count, self.cells.size)
+        flat = (flat if self.kept is None else flat[self.kept]).to(torch.float64)
+        return flat if self.mask is None else torch.where(self.mask, flat, 0.0)
+
+    def cell(self, row: int) -> tuple[int, ...]:
+        """Leading index of a row of `view`."""
+        return self.cells.index(row if self.kept is None else int(self.kept[row]))
+
+
+def oracle(t: torch.Tensor, mask: torch.Tensor | None) -> Oracle:
+    """`t`: the expected tensor, any float dtype. `mask`: True where it is specified; None = everywhere."""
+    cells = cells_of(t.shape)
+    kept = inside = None
+    elements = t.numel()
+    if mask is not None:
+        flat = mask.reshape(cells.count, cells.size)
+        kept = flat.any(1).nonzero().flatten()
+        inside = flat[kept]
+        elements = int(inside.sum())
+    bare = Oracle(cells, kept, inside, t, t, 0.0, elements)
+    values = bare.view(t)
+    rms = math.sqrt(float(values.square().sum()) / max(1, elements))
+    quiet = QUIET * rms * math.sqrt(cells.size)
+    scale = values.norm(dim=1).clamp(min=quiet) if values.numel() else values.new_zeros(0)
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    return Oracle(cells, kept, inside, values, scale, largest, elements)
+
+
+def measure(o: Oracle, t: torch.Tensor) -> Errors:
+    """Distance of `t` from the oracle. Not finite if `t` is not."""
+    if not o.values.numel():
+        return ZERO
+    got = o.view(t)
+    apart = got - o.values
+    norm, off = o.values.norm(), apart.norm()
+    cell_off = apart.norm(dim=1)
+    cell_norm = (got.norm(dim=1) - o.values.norm(dim=1)).abs()
+    figures = torch.stack([
+        _ratio(off, norm), apart.abs().max(), _ratio((got.norm() - norm).abs(), norm),
+        _ratio(cell_off, o.scale).max(), _ratio(cell_norm, o.scale).max(),
+    ])  # fmt: skip
+    return Errors(*figures.tolist())
+
+
+def _ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a / b with 0 / 0 = 0 and x / 0 = infinity; NaN stays NaN."""
+    return torch.where((a == 0) & (b == 0), torch.zeros_like(a), a / b)
+
+
+def floor_of(o: Oracle, dtype: str) -> Errors:
+    """The epsilon of each gate: rounding of the output type and of fp32 sums, on average over the elements."""
+    spacing = epsilon(dtype)
+    sums = 8 * _EPS32 * math.sqrt(SUM_LENGTH)
+    relative = spacing / math.sqrt(12) + sums
+    whole = 4 * spacing / math.sqrt(12 * max(1, o.elements)) + 1e-5
+    cell = 4 * spacing / math.sqrt(12 * max(1, min(o.cells.size, o.elements))) + 1e-5
+    # A cell's error spreads around the tensor's: more of them, a longer tail.
+    return Errors(relative, (spacing + sums) * o.largest, whole, 1.5 * relative, 1.5 * cell)
+
+
+def bound(band: Errors, floor: Errors, stages: int) -> Errors:
+    """What is accepted. `stages`: reduction stages in sequence that let noise grow (layers)."""
+    out = {}
+    for name in NAMES:
+        noise, least = getattr(band, name), getattr(floor, name)
+        roof = CAP * max(1, stages) * max(least, floor.rel_l2 if name != "max_abs" else least)
+        out[name] = min(FACTOR * noise + least, max(roof, least))
+    return Errors(**out)

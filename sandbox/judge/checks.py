@@ -1,0 +1,212 @@
+"""Is what a step left right? Every output and state against the oracle, its ties and its noise band.
+
+The oracle runs here, after the candidate's launches. Nothing here launches a candidate, and a tensor that the reference
+does not list must not have changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sandbox.artifact import Buffer
+from sandbox.judge import bands, locate
+from sandbox.judge.bands import Errors
+from sandbox.judge.case import Case
+from sandbox.judge.dtypes import bits, is_float
+from sandbox.judge.locate import Where
+from sandbox.judge.ties import Settled, settle
+from sandbox.verdict import Failure, TensorCheck
+from targets.reference import Expected, Tensors
+
+HUGE = 1e300
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One launch of the candidate: what it was given and what it left.
+
+    `given`: inputs, weights and states for the oracle. `before`, `after`: outputs and states around the launch.
+    """
+
+    given: Tensors
+    before: Tensors
+    after: Tensors
+    where: Where
+
+
+@dataclass
+class Checker:
+    """Compares moments and keeps the worst figures of each tensor. Bands of a moment may be taken from earlier ones."""
+
+    case: Case
+    noise: dict[str, Errors] = field(default_factory=dict)
+    worst: dict[str, TensorCheck] = field(default_factory=dict)
+    tied_rows: int = 0
+
+    def check(self, m: Moment, fresh_band: bool = True) -> Failure | None:
+        """The most telling failure of this moment, or None. Without `fresh_band`, bands of earlier moments decide
+        unless a tensor would fail by them."""
+        settled = settle(self.case, m.given, m.after, m.where)
+        if isinstance(settled, Failure):
+            return settled
+        self.tied_rows += settled.rows
+        failures = [f for b in self._judged() if (f := self._form(b, settled.expected, m))]
+        if failures:
+            return _first(failures)
+        failures = self._numbers(settled, m, fresh_band)
+        return _first(failures) if failures else None
+
+    def _judged(self) -> tuple[Buffer, ...]:
+        return self.case.buffers("outputs", "states")
+
+    def _form(self, b: Buffer, e: Expected, m: Moment) -> Failure | None:
+        """Untouched regions, integers and copies, finiteness."""
+        before, after = m.before[b.name], m.after[b.name]
+        expected = e.tensors.get(b.name)
+        if expected is None:
+            bad = bits(before) != bits(after)
+            return (
+                _failure("touched", locate.touched(b.name, bad, m.where))
+                if bool(bad.any())
+                else None
+            )
+        if expected.shape != after.shape:
+            raise ValueError(
+                f"the reference gives {b.name} as {list(expected.shape)}, not {list(after.shape)}"
+            )
+        mask = full_mask(e.masks.get(b.name), after)
+        if mask is not None:
+            bad = (bits(before) != bits(after)) & ~mask
+            if bool(bad.any()):
+                return _failure("touched", locate.touched(b.name, bad, m.where))
+        if not is_float(b.dtype) or b.name in e.exact:
+            return _equal(b, (expected, after), mask, m.where)
+        bad = ~torch.isfinite(after.float() if after.element_size() == 1 else after)
+        bad = bad if mask is None else bad & mask
+        return (
+            _failure("not_finite", locate.unfinite(b.name, bad, m.where))
+            if bool(bad.any())
+            else None
+        )
+
+    def _numbers(self, s: Settled, m: Moment, fresh_band: bool) -> list[Failure]:
+        measured = {}
+        for b in self._judged():
+            expected = s.expected.tensors.get(b.name)
+            if expected is not None and is_float(b.dtype) and b.name not in s.expected.exact:
+                o = bands.oracle(expected, full_mask(s.expected.masks.get(b.name), expected))
+                measured[b] = (o, bands.measure(o, m.after[b.name]))
+        fresh = fresh_band or any(b.name not in self.noise for b in measured)
+        if not fresh:
+            fresh = any(x.over(self._bound(b, o)) > 1 for b, (o, x) in measured.items())
+        if fresh:
+            self._widen({b.name: o for b, (o, _) in measured.items()}, s, m)
+        failures = []
+        for b, (o, errors) in measured.items():
+            limit = self._bound(b, o)
+            over = errors.over(limit)
+            self._keep(b.name, errors, limit, m.where)
+            if not over <= 1:
+                found = locate.outside(b.name, o, m.after[b.name], (errors, limit), m.where)
+                failures.append(_failure("band", found))
+        return failures
+
+    def _bound(self, b: Buffer, o: bands.Oracle) -> Errors:
+        return bands.bound(
+            self.noise[b.name], bands.floor_of(o, b.dtype), self.case.workload.layers
+        )
+
+    def _widen(self, oracles: Mapping[str, bands.Oracle], s: Settled, m: Moment) -> None:
+        """Run the legitimate schedules and take their errors into the bands."""
+        reference, w = self.case.reference, self.case.workload
+        for schedule in reference.schedules:
+            if schedule == "oracle":
+                continue
+            run = reference.run(w, m.given, schedule, s.choices or None)
+            for name, o in oracles.items():
+                seen = bands.measure(o, run.tensors[name])
+                self.noise[name] = bands.worst([self.noise.get(name, bands.ZERO), seen])
+
+    def _keep(self, name: str, errors: Errors, limit: Errors, where: Where) -> None:
+        check = tensor_check(name, errors, limit, where)
+        old = self.worst.get(name)
+        if old is None or severity(check) > severity(old):
+            self.worst[name] = check
+
+
+def full_mask(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    """The mask in the tensor's shape; leading dimensions given, the rest repeated."""
+    if mask is None or mask.shape == like.shape:
+        return mask
+    while mask.ndim < like.ndim:
+        mask = mask.unsqueeze(-1)
+    return mask.expand(like.shape)
+
+
+def tensor_check(name: str, e: Errors, limit: Errors, where: Where) -> TensorCheck:
+    """Of whole tensor and worst cell, the figures closer to their bounds."""
+    rel = max((e.rel_l2, limit.rel_l2), (e.cell_rel_l2, limit.cell_rel_l2), key=_closeness)
+    norm = max(
+        (e.norm_ratio, limit.norm_ratio), (e.cell_norm_ratio, limit.cell_norm_ratio), key=_closeness
+    )
+    return TensorCheck(
+        name=name, rel_l2=_finite(rel[0]), rel_l2_bound=rel[1], max_abs=_finite(e.max_abs), max_abs_bound=limit.max_abs,
+        norm_ratio=_finite(norm[0]), norm_ratio_bound=norm[1], ok=e.over(limit) <= 1, where=where.text(),
+    )  # fmt: skip
+
+
+def severity(c: TensorCheck) -> float:
+    pairs = (
+        (c.rel_l2, c.rel_l2_bound),
+        (c.max_abs, c.max_abs_bound),
+        (c.norm_ratio, c.norm_ratio_bound),
+    )
+    return max(map(_closeness, pairs))
+
+
+def _closeness(pair: tuple[float, float]) -> float:
+    error, limit = pair
+    if not math.isfinite(error):
+        return HUGE
+    return error / limit if limit > 0 else (HUGE if error > 0 else 0.0)
+
+
+def _finite(x: float) -> float:
+    return x if math.isfinite(x) else HUGE
+
+
+def _equal(
+    b: Buffer, pair: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None, where: Where
+) -> Failure | None:
+    expected, after = (bits(x.contiguous()) if is_float(b.dtype) else x for x in pair)
+    expected = expected.to(after.dtype)
+    same = expected == after
+    if mask is not None:
+        same = same | ~mask
+    if bool(same.all()):
+        return None
+    shown = torch.where(same, after, expected)
+    return _failure("integers", locate.unequal(b.name, after, shown, where))
+
+
+def _failure(rule: str, found: tuple[str, Mapping[str, Any]]) -> Failure:
+    return Failure(rule, found[0], found[1])
+
+
+def _first(failures: list[Failure]) -> Failure:
+    """The earliest layer explains the later ones; tensors without a layer come last."""
+
+    def order(f: Failure) -> float:
+        layer = f.where.get("layer")
+        return math.inf if layer is None else float(layer)
+
+    chosen = min(failures, key=order)
+    also = [str(f.where.get("tensor")) for f in failures if f is not chosen]
+    if not also:
+        return chosen
+    return Failure(chosen.rule, chosen.message, {**chosen.where, "also": also[:16]})

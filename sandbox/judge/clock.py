@@ -1,0 +1,82 @@
+"""The judge's clock on a cuda device: events on the device's stream, L2 flushes, and what the GPU says of itself.
+
+Event times resolve about half a microsecond; `overhead` is the cost of an empty interval. Statistics are elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from sandbox.devices.base import Device, Timer
+
+
+def clock_of(device: Device) -> Timer | None:
+    """The device itself where it is a timer, the event clock on cuda, None where times are modelled."""
+    if device.kind != "cuda":
+        return None
+    return device if isinstance(device, Timer) else CudaClock(device)
+
+
+class CudaClock:
+    """Times work enqueued on torch's current stream, which is the device's."""
+
+    def __init__(self, device: Device) -> None:
+        # loaded by name: modelled devices must not need the cuda one
+        timing: Any = importlib.import_module("sandbox.devices.cuda_timing")
+        self._device = device
+        self._watch = timing.Stopwatch(device)
+        self._flusher = timing.L2Flusher(device)
+        self._meter = _meter()
+
+    def time(self, work: Callable[[], None]) -> float:
+        self._watch.start()
+        work()
+        self._watch.stop()
+        self._device.synchronize()
+        return float(self._watch.us())
+
+    def flush_l2(self) -> None:
+        self._flusher.flush()
+
+    def conditions(self) -> Mapping[str, Any]:
+        return self._meter()
+
+
+_THROTTLE = {
+    0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal", 0x40: "hardware thermal", 0x80: "power brake",
+}  # fmt: skip
+
+
+def _meter() -> Callable[[], Mapping[str, Any]]:
+    """Reads clocks, power, temperature and throttle reasons over NVML; nothing where that does not answer."""
+    try:
+        nvml: Any = importlib.import_module("cuda.bindings.nvml")
+        torch: Any = importlib.import_module("torch")
+        nvml.init_v2()
+        handle = nvml.device_get_handle_by_uuid(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    except Exception:  # any absence means that there are no readings
+        return dict
+    asked: dict[str, Callable[[], Any]] = {
+        "sm_mhz": lambda: int(nvml.device_get_clock_info(handle, nvml.ClockType.SM)),
+        "memory_mhz": lambda: int(nvml.device_get_clock_info(handle, nvml.ClockType.MEM)),
+        "watts": lambda: int(nvml.device_get_power_usage(handle)) / 1000,
+        "celsius": lambda: int(nvml.device_get_temperature_v(handle, nvml.TemperatureSensors.GPU)),
+        "throttle": lambda: throttle(int(nvml.device_get_current_clocks_event_reasons(handle))),
+    }
+
+    def read() -> Mapping[str, Any]:
+        out = {}
+        for name, ask in asked.items():
+            with suppress(Exception):
+                out[name] = ask()
+        return out
+
+    return read
+
+
+def throttle(reasons: int) -> list[str]:
+    """Names of the reasons that slow the clocks down; being idle is none."""
+    return [name for bit, name in _THROTTLE.items() if reasons & bit]

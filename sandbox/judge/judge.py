@@ -1,0 +1,90 @@
+"""The judge: an artifact on a device, checked against its target's oracle, timed against its rivals, as a verdict.
+
+`run` is the whole of it and returns a verdict for whatever a candidate did. It holds no process or GPU management
+(`sandbox.judge.server`), and after a fault on cuda its process is of no further use.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from sandbox.devices.base import Device, Faulted, Refused
+from sandbox.jobs import JudgeJob
+from sandbox.judge import rig, timing
+from sandbox.judge.case import open_case, read_artifact
+from sandbox.judge.checks import Checker
+from sandbox.judge.ending import Ended
+from sandbox.judge.report import Draft, device_of
+from sandbox.judge.tiers import Effort, effort
+from sandbox.judge.trial import Trial
+from sandbox.verdict import Failure, Status, Verdict
+
+_GPU_DIED = (
+    "CUDA error",
+    "illegal memory access",
+    "unspecified launch failure",
+    "misaligned address",
+)
+
+
+def run(
+    job: JudgeJob,
+    device: Device,
+    progress: Callable[[str], None] | None = None,
+    todo: Effort | None = None,
+) -> Verdict:
+    """Judge one artifact. `progress` hears the name of each phase; `todo` replaces what the tier asks for. Never
+    raises for what a candidate did; errors of the judge or the machine are `infra`."""
+    draft = Draft(job, progress or (lambda phase: None))
+    try:
+        with torch.inference_mode():
+            return _judge(job, device, draft, todo or effort(job.tier, device.kind))
+    except (Refused, Faulted) as end:
+        return draft.ended(end.status, end.failure)
+    except Ended as end:
+        return draft.ended(end.status, end.failure, end.correctness)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return draft.ended(Status.INFRA, Failure("memory", f"out of memory: {_line(error)}"))
+    except Exception as error:  # a crashed checker is infra, never a pass
+        return draft.ended(*_crash(error))
+
+
+def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict:
+    with draft.phase("load"):
+        draft.device = device_of(device.facts())
+        case = open_case(job, device)
+        artifact = read_artifact(job.artifact, case)
+        draft.artifact = artifact.sha256
+        program = device.load(artifact)
+        draft.resources = tuple(program.resources)
+    with draft.phase("allocate"):
+        built = rig.build(case, artifact, program)
+    trial = Trial(built, todo, Checker(case))
+    draft.profile["seeds"] = {"master": case.seeds.master}
+    with draft.phase("check"):
+        trial.run()
+    draft.findings += program.findings()
+    with draft.phase("time"):
+        timed = timing.run(built, trial.checker, draft, todo)
+    correctness = trial.result()
+    draft.checked[:0] = correctness.checked
+    draft.not_verified[:0] = correctness.not_verified
+    return draft.passed(timed.outcome, correctness, timed.timing)
+
+
+def _crash(error: Exception) -> tuple[Status, Failure]:
+    text = _line(error)
+    if isinstance(error, RuntimeError) and any(mark in text for mark in _GPU_DIED):
+        return Status.FAULT, Failure("gpu-error", f"the GPU reported an error: {text}")
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    where = {"trace": [f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}" for f in frames]}
+    return Status.INFRA, Failure(
+        "judge", f"the judge failed: {type(error).__name__}: {text}", where
+    )
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

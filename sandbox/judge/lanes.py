@@ -1,0 +1,147 @@
+"""Memory of a timed chain: inputs and outputs of its own for each step, sets of weights and states that rotate.
+
+A step of a chain never sees inputs that another step of it saw. With weights and states below 4 x L2 there are several
+sets of them, used in turn, so that they come from memory and not from cache. Everything a chain writes lies in two
+allocations, so that one copy restores it and one checksum covers it, guard zones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from sandbox.judge import poison
+from sandbox.judge.arena import Arena
+from sandbox.judge.case import Case
+from sandbox.judge.digest import checksums
+from sandbox.judge.rig import copy_in, place_of
+from targets.reference import Tensors
+
+MOST_SETS = 16
+ROTATE_OVER_L2 = 4
+
+
+def sets_needed(case: Case) -> int:
+    """Copies of weights and states that exceed 4 x L2 together."""
+    one = case.group_bytes("weights", "states")
+    wanted = ROTATE_OVER_L2 * case.device.facts().l2_bytes
+    if one >= wanted or one == 0:
+        return 1
+    return min(MOST_SETS, -(-wanted // one))
+
+
+@dataclass
+class Lanes:
+    """`steps` lanes over `sets` sets; lane i uses set i % sets. Call `refresh` before the first chain."""
+
+    case: Case
+    steps: int
+    weights: list[Mapping[str, torch.Tensor]]
+    states: Arena
+    inputs: Arena
+    outputs: Arena
+    _clean: dict[str, torch.Tensor] = field(default_factory=dict)
+    _round: int = -1
+
+    @property
+    def sets(self) -> int:
+        return len(self.weights)
+
+    def tensors(self, lane: int) -> dict[str, torch.Tensor]:
+        """Every buffer of the target for that step, by its own name."""
+        s = lane % self.sets
+        out = dict(self.weights[s])
+        for b in self.case.buffers("states"):
+            out[b.name] = self.states[f"{s}/{b.name}"]
+        for b in self.case.buffers("inputs"):
+            out[b.name] = self.inputs[f"{lane}/{b.name}"]
+        for b in self.case.buffers("outputs"):
+            out[b.name] = self.outputs[f"{lane}/{b.name}"]
+        return out
+
+    def fresh_inputs(self, lane: int) -> Tensors:
+        """The inputs of that lane in this round, made again."""
+        s = lane % self.sets
+        case = self.case
+        seed = case.seeds.of("round", self._round, s)
+        return case.reference.inputs(
+            case.workload, seed, lane // self.sets, case.device.torch_device
+        )
+
+    def refresh(self, round_: int) -> None:
+        """New states and inputs for all lanes, new poison for all outputs."""
+        self._round = round_
+        case, w, on = self.case, self.case.workload, self.case.device.torch_device
+        for s in range(self.sets):
+            made = case.reference.states(w, case.seeds.of("round", round_, s), on)
+            copy_in(_Prefixed(self.states, f"{s}/"), made, case.buffers("states"))
+        for lane in range(self.steps):
+            copy_in(
+                _Prefixed(self.inputs, f"{lane}/"), self.fresh_inputs(lane), case.buffers("inputs")
+            )
+        kind = poison.CYCLE[round_ % 2]
+        poison.fill(self.outputs.values(), kind, case.seeds.of("lane poison", round_))
+        self._clean = {"states": self.states.raw.clone(), "outputs": self.outputs.raw.clone()}
+
+    def restore(self) -> None:
+        """States and outputs as `refresh` left them; enqueued, not waited for."""
+        self.states.raw.copy_(self._clean["states"])
+        self.outputs.raw.copy_(self._clean["outputs"])
+
+    def digest(self) -> dict[str, int]:
+        """Of all that a chain may write, guard zones included."""
+        seed = self.case.seeds.of("lane digest")
+        return checksums({"states": self.states.raw, "outputs": self.outputs.raw}, seed)
+
+    def inputs_digest(self) -> dict[str, int]:
+        return checksums({"inputs": self.inputs.raw}, self.case.seeds.of("lane inputs"))
+
+
+@dataclass(frozen=True)
+class _Prefixed(Mapping[str, torch.Tensor]):
+    """The tensors of one lane or set under their own names."""
+
+    arena: Arena
+    prefix: str
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.arena[self.prefix + name]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return (n.removeprefix(self.prefix) for n in self.arena if n.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def build(case: Case, main: Mapping[str, torch.Tensor], steps: int) -> Lanes:
+    """Allocate lanes; set 0 shares the weights of the correctness run, further sets get weights of their own."""
+    sets = sets_needed(case)
+    steps = -(-steps // sets) * sets
+    weights: list[Mapping[str, torch.Tensor]] = [
+        {b.name: main[b.name] for b in case.buffers("weights")}
+    ]
+    for s in range(1, sets):
+        arena = Arena(
+            [(b.name, b) for b in case.buffers("weights")], place_of(case, f"weights {s}")
+        )
+        made = case.reference.weights(
+            case.workload, case.seeds.of("lane weights", s), case.device.torch_device
+        )
+        copy_in(arena, made, case.buffers("weights"))
+        weights.append(arena)
+
+    def together(group: str, count: int) -> Arena:
+        named = [(f"{i}/{b.name}", b) for i in range(count) for b in case.buffers(group)]
+        return Arena(named, place_of(case, f"lanes {group}"), together=True)
+
+    return Lanes(
+        case,
+        steps,
+        weights,
+        together("states", sets),
+        together("inputs", steps),
+        together("outputs", steps),
+    )

@@ -1,0 +1,48 @@
+"""How much each tier does: the numbers of the protocol in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sandbox.verdict import Tier
+
+
+@dataclass(frozen=True)
+class Effort:
+    """seeds x steps of trajectory, repeats of one step, ABBA blocks of `chain` steps; what else is tried."""
+
+    seeds: int
+    steps: int
+    repeats: int
+    blocks: int
+    chain: int = 64
+    rounds: int = 2
+    distributions: bool = False
+    probes: bool = False
+    cold: bool = False
+    fresh_bands: bool = False
+    resamples: int = 2000
+
+
+SCREEN = Effort(seeds=3, steps=2, repeats=3, blocks=10)
+FULL = Effort(
+    seeds=10, steps=4, repeats=16, blocks=40, rounds=8, distributions=True, probes=True, cold=True,
+    fresh_bands=True, resamples=10_000,
+)  # fmt: skip
+PROMOTE = Effort(
+    seeds=12, steps=8, repeats=104, blocks=40, rounds=8, distributions=True, probes=True, cold=True,
+    fresh_bands=True, resamples=10_000,
+)  # fmt: skip
+
+
+def effort(tier: Tier, kind: str) -> Effort:
+    """The cpu device interprets the same launches at a fraction of the speed and is deterministic but for its
+    schedules, so it repeats less and is not timed in blocks."""
+    whole = {Tier.SCREEN: SCREEN, Tier.FULL: FULL, Tier.PROMOTE: PROMOTE}[tier]
+    if kind == "cuda":
+        return whole
+    few = {Tier.SCREEN: (2, 2, 1), Tier.FULL: (5, 3, 3), Tier.PROMOTE: (6, 4, 8)}[tier]
+    return Effort(
+        seeds=few[0], steps=few[1], repeats=few[2], blocks=0, distributions=whole.distributions,
+        probes=whole.probes, fresh_bands=True,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""Timing on a fake clock: outcomes, cheats by arithmetic, wrong timed outputs, baselines and incumbents that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sandbox.devices.fake import FakeDevice
+from sandbox.jobs import JudgeJob
+from sandbox.judge import judge
+from sandbox.judge.tiers import FULL, SCREEN
+from sandbox.verdict import Outcome, Status, Tier, Verdict, WorkloadTiming
+from tests.sandbox.judge import toy
+
+torch.set_num_threads(1)
+Kernel = Callable[[Mapping[str, torch.Tensor]], None]
+FEW = {"seeds": 1, "steps": 1, "repeats": 1, "chain": 4, "resamples": 500}
+
+
+def run(job: JudgeJob, device: FakeDevice) -> Verdict:
+    """With short chains: the fake's kernels are slow."""
+    effort = FULL if job.tier is Tier.FULL else SCREEN
+    return judge.run(job, device, todo=replace(effort, **FEW))
+
+
+def timed(
+    folder: Path, costs: Mapping[str, float], kernel: Kernel = toy.right, **change: Any
+) -> Verdict:
+    """The candidate runs kernel `k`, the incumbent kernel `old`."""
+    tier = change.pop("tier", Tier.SCREEN)
+    incumbent = toy.saved(folder, toy.artifact(("old",))) if "old" in costs else None
+    job = JudgeJob(
+        toy.saved(folder, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda", tier, incumbent,
+        change.pop("baselines", ()),
+    )  # fmt: skip
+    device = FakeDevice(
+        {"k": kernel, "old": toy.right}, "cuda", costs, **{"noise": 0.002, **change}
+    )
+    return run(job, device)
+
+
+def row(v: Verdict) -> WorkloadTiming:
+    assert v.status is Status.PASSED, v.failure
+    assert v.timing is not None and v.timing.kind == "measured"
+    return v.timing.workloads[0]
+
+
+def test_faster_than_the_incumbent_is_better(tmp_path: Path) -> None:
+    v = timed(tmp_path, {"k": 10.0, "old": 11.0})
+    t = row(v)
+    assert v.outcome is Outcome.BETTER
+    assert t.us == pytest.approx(10.0, rel=0.01) and t.us_per_layer == pytest.approx(5.0, rel=0.01)
+    assert t.speedup_incumbent is not None
+    assert (
+        t.speedup_incumbent.low < 1.1 < t.speedup_incumbent.high
+        or t.speedup_incumbent.value == pytest.approx(1.1, rel=0.005)
+    )
+    assert t.launches == 1 and t.detail["steps_per_block"] == 4 and t.detail["blocks"] == 10
+
+
+def test_inside_the_margin_is_slow(tmp_path: Path) -> None:
+    assert timed(tmp_path, {"k": 10.0, "old": 10.03}).outcome is Outcome.SLOW
+
+
+def test_without_an_incumbent_times_are_carried(tmp_path: Path) -> None:
+    v = timed(tmp_path, {"k": 10.0})
+    assert v.outcome is Outcome.NOT_TIMED and row(v).us == pytest.approx(10.0, rel=0.01)
+
+
+def test_the_incumbent_itself_is_not_compared(tmp_path: Path) -> None:
+    made = toy.saved(tmp_path, toy.artifact(("k",)))
+    job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", incumbent=made)
+    v = run(job, FakeDevice({"k": toy.right}, "cuda"))
+    assert v.outcome is Outcome.NOT_TIMED and any(f.rule == "same" for f in v.findings)
+
+
+def test_baselines_are_arms(tmp_path: Path) -> None:
+    v = timed(tmp_path, {"k": 10.0}, baselines=("graph", "broken", "unknown"))
+    t = row(v)
+    assert t.best_baseline == "graph" and t.speedup_graph is not None
+    assert any("no such operator" in f.message for f in v.findings)
+
+
+def test_faster_than_the_bytes_allow_is_a_cheat(tmp_path: Path) -> None:
+    v = timed(tmp_path, {"k": 10.0}, spec_rate=1e9, l2_bytes=1024)
+    assert v.status is Status.CHEAT and v.failure is not None and v.failure.rule == "floor"
+    fine = timed(tmp_path, {"k": 10.0}, spec_rate=1e12, stream_rate=0.9e12, l2_bytes=1024)
+    assert row(fine).fraction_of_floor_spec == pytest.approx(
+        row(fine).floor_bytes / 1e12 * 1e6 / 10.0, rel=0.02
+    )
+
+
+def test_noise_without_end_is_infra(tmp_path: Path) -> None:
+    count = 0
+
+    class Drifting(FakeDevice):
+        def time(self, work: Callable[[], None]) -> float:
+            nonlocal count
+            count += 1
+            us = super().time(work)
+            # every other visit of the same arm is slower: the twin differs from its original
+            return us * (1.02 if count % 4 in (2, 3) else 1.0)
+
+    job = JudgeJob(toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda")
+    v = run(job, Drifting({"k": toy.right}, "cuda", {"k": 10.0}, noise=1e-5))
+    assert v.status is Status.INFRA and v.failure is not None and v.failure.rule == "aa"
+
+
+def test_wrong_only_in_the_timed_run(tmp_path: Path) -> None:
+    """Right when launched one by one, wrong in a recorded chain: the fake's replay is where the clock runs."""
+
+    class Honest(FakeDevice):
+        running = False
+
+        def time(self, work: Callable[[], None]) -> float:
+            self.running = True
+            try:
+                return super().time(work)
+            finally:
+                self.running = False
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        toy.right(t)
+        if device.running:
+            t["outputs.y"][1, 3] = 0.0
+
+    device = Honest({"k": kernel}, "cuda", {"k": 10.0})
+    job = JudgeJob(toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda")
+    v = run(job, device)
+    assert v.status is Status.WRONG and v.failure is not None and v.failure.rule == "timed"
+
+
+def test_results_remembered_by_content(tmp_path: Path) -> None:
+    """Right bits every time, but only the first time on new inputs is paid for."""
+    known: set[int] = set()
+    device = FakeDevice({}, "cuda", {"k": 0.0})
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        key = hash(
+            (t["inputs.x"].view(torch.int16).sum().item(), t["states.layers.0.s"].sum().item())
+        )
+        device.spent += 2.0 if key in known else 10.0
+        known.add(key)
+        toy.right(t)
+
+    device.kernels = {"k": kernel}
+    job = JudgeJob(toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda")
+    v = run(job, device)
+    assert v.status is Status.CHEAT and v.failure is not None and v.failure.rule == "memory"
+
+
+def test_guards_hold_in_timed_chains(tmp_path: Path) -> None:
+    count = 0
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        nonlocal count
+        count += 1
+        toy.right(t)
+        if count > 8:
+            x = t["inputs.slots"]
+            x.as_strided((1,), (1,), x.storage_offset() + x.numel()).fill_(1234567)
+
+    v = timed(tmp_path, {"k": 10.0}, kernel)
+    assert v.status is Status.CHEAT and v.failure is not None
+
+
+def test_modelled_times_compare_exactly(tmp_path: Path) -> None:
+    old, new = (toy.saved(tmp_path, toy.artifact((k,))) for k in ("old", "k"))
+    job = JudgeJob(new, toy.TARGET, {"rows": 4}, "cpu", incumbent=old)
+    for cost, expected in ((8.0, Outcome.BETTER), (10.0, Outcome.SLOW), (12.0, Outcome.SLOW)):
+        v = run(
+            job, FakeDevice({"k": toy.right, "old": toy.right}, "cpu", {"k": cost, "old": 10.0})
+        )
+        assert v.outcome is expected and v.timing is not None and v.timing.kind == "modelled"
+        ratio = v.timing.workloads[0].speedup_incumbent
+        assert ratio is not None and ratio.low == ratio.value == ratio.high == 10.0 / cost
