@@ -88,16 +88,25 @@ def lanes_sum(x: Float32, lanes: cutlass.Constexpr):
 
 
 @cute.jit
-def mma_bf16(rC: cute.Tensor, a0, a1, a2, a3, b0, b1):
-    """rC[4] += A[16, 16] B[16, 8] of mma.m16n8k16. With g = lane // 4, q = lane % 4, a word holds columns k, k + 1 of
-    row g (a0, a2) or g + 8 (a1, a3) and of column g of B: k = 2q (a0, a1, b0) or 2q + 8 (a2, a3, b1). rC is
-    (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1). Any permutation of k common to A and B gives the same sum.
+def mma_k32(rC: cute.Tensor, rA: cute.Tensor, b: tuple):
+    """rC[4] += A[8 rows, 32] B[32, 8 columns]: two mma.m16n8k16 on bf16 whose rows 8..15 of A are zero.
+
+    With g = lane // 4, q = lane % 4: the four words of rA are eight columns of row g of A, those of b the same columns
+    of column g of B; which eight of the 32 a lane has does not matter, as long as A and B agree. rC[0], rC[1] are
+    (g, 2q) and (g, 2q + 1). One block of PTX keeps tracing short.
     """
     c = cute.arch.inline_ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        """{
+        .reg .f32 c0, c1, c2, c3;
+        .reg .b32 z;
+        mov.b32 z, 0;
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {c0, c1, c2, c3},
+            {{$r0}, z, {$r1}, z}, {{$r4}, {$r5}}, {{$r8}, {$r9}, {$r10}, {$r11}};
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}},
+            {{$r2}, z, {$r3}, z}, {{$r6}, {$r7}}, {c0, c1, c2, c3};
+        }""",
         write_only_types=[Float32] * 4,
-        read_only_args=[a0, a1, a2, a3, b0, b1, rC[0], rC[1], rC[2], rC[3]],
+        read_only_args=[*(rA[i] for i in range(4)), *b, *(rC[i] for i in range(4))],
     )
     for i in cutlass.range_constexpr(4):
         rC[i] = c[i]

@@ -13,12 +13,13 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from targets.kimi_k3.seeds.common import (
     add_bf16x2,
     begin,
+    block_sum,
     divisor_below,
     divisor_near,
     high,
     lanes_sum,
     low,
-    mma_bf16,
+    mma_k32,
     pack_bf16,
     pick,
     round_bf16,
@@ -98,7 +99,7 @@ def load_weights(gW: cute.Tensor, rW: cute.Tensor, tile: Int32, step: Int32, op:
         cute.nvgpu.CopyG2ROp(), Uint32, num_bits_per_copy=128,
         load_cache_mode=cute.nvgpu.LoadCacheMode.STREAMING,
     )  # fmt: skip
-    for u in cutlass.range_constexpr(op.unroll):
+    for u in cutlass.range(op.unroll, unroll_full=True):
         block = (step * op.unroll + u) * op.warps + tid // 32
         for j in cutlass.range_constexpr(op.parts):
             row = (tile * op.tile + j % op.tile) * 8 + lane // 4 + (j // op.tile) * op.n
@@ -119,7 +120,7 @@ def load_rows(
     lane = tid % 32
     m = m0 + lane // 4
     rPlus = cute.make_rmem_tensor(cute.make_layout((4, op.unroll)), Uint32)
-    for u in cutlass.range_constexpr(op.unroll):
+    for u in cutlass.range(op.unroll, unroll_full=True):
         block = (step * op.unroll + u) * op.warps + tid // 32
         if m < gX.shape[0] and block < op.blocks:
             cute.autovec_copy(gX[m, (None, block * 4 + lane % 4)], rX[None, u])
@@ -212,12 +213,9 @@ def gemv_kernel(
             plus = cute.logical_divide(cute.recast_tensor(ex.plus, Uint32), (None, 4))
     for step in cutlass.range(op.rounds, unroll=1):
         load_rows(gX, plus, rX, first, step, op)
-        for u in cutlass.range_constexpr(op.unroll):
-            for h in cutlass.range_constexpr(2):
-                a0, a2 = rX[2 * h, u], rX[2 * h + 1, u]
-                for j in cutlass.range_constexpr(op.parts):
-                    b0, b1 = rW[2 * h, j, u], rW[2 * h + 1, j, u]
-                    mma_bf16(rC[None, j], a0, Uint32(0), a2, Uint32(0), b0, b1)
+        for u in cutlass.range(op.unroll, unroll_full=True):
+            for j in cutlass.range_constexpr(op.parts):
+                mma_k32(rC[None, j], rX[None, u], tuple(rW[i, j, u] for i in range(4)))
         if step + 1 < op.rounds:
             load_weights(gW, rW, tile, step + 1, op)
     sum_and_store(rC, mY, ex, op)
@@ -242,7 +240,7 @@ def sum_and_store(rC: cute.Tensor, mY: cute.Tensor, ex: Extra, op: cutlass.Const
         if m < mY.shape[0]:
             acc = Float32(0.0)
             up = Float32(0.0)
-            for w in cutlass.range_constexpr(op.warps):
+            for w in cutlass.range(op.warps, unroll_full=True):
                 acc += sC[r, c, w]
                 if cutlass.const_expr(op.situ):
                     up += sC[r, width + c, w]
@@ -296,6 +294,44 @@ def launch_gemv(
         use_pdl=op.pdl,
         min_blocks_per_mp=1,
     )
+
+
+@cute.kernel
+def rmsnorm_kernel(
+    mX: cute.Tensor, mNorm: cute.Tensor, mOut: cute.Tensor, shape: cutlass.Constexpr
+):
+    """out[:, :k] = bf(RMS(x[:, :k]; norm)), f32 inside; shape = (k, eps, pdl); grid (M), 256 threads."""
+    k, eps, pdl = shape
+    tid, _, _ = cute.arch.thread_idx()
+    m, _, _ = cute.arch.block_idx()
+    begin(pdl)
+    square = Float32(0.0)
+    for i in cutlass.range(tid, k, 256, unroll=4):
+        x = mX[m, i].to(Float32)
+        square += x * x
+    scale = cute.math.rsqrt(block_sum(square, 8) / k + eps)
+    for i in cutlass.range(tid, k, 256, unroll=4):
+        mOut[m, i] = (mX[m, i].to(Float32) * scale * mNorm[i].to(Float32)).to(BFloat16)
+
+
+@cute.jit
+def gemv_normed(
+    mX: cute.Tensor,
+    mW: cute.Tensor,
+    mY: cute.Tensor,
+    ex: Extra,
+    space: Any,
+    cfg: cutlass.Constexpr,
+    stream,
+):
+    """y = bf(RMS(x; ex.norm)) W^T: the norm made by every CTA or, unfused, by a launch of its own into space.normed."""
+    if cutlass.const_expr(cfg.fuse_norm):
+        gemv(mX, mW, mY, ex, cfg, stream)
+    else:
+        rmsnorm_kernel(mX, ex.norm, space.normed, (mW.shape[1], cfg.dims.eps, cfg.pdl)).launch(
+            grid=(mX.shape[0], 1, 1), block=(256, 1, 1), stream=stream, use_pdl=cfg.pdl
+        )
+        gemv(space.normed, mW, mY, ex._replace(norm=None), cfg, stream)
 
 
 @cute.kernel
