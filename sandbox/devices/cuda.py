@@ -52,7 +52,8 @@ class CudaDevice:
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             torch.cuda.set_stream(stream)
             device = cls(CudaDriver(ordinal), stream.cuda_stream, state)
-        except (RuntimeError, AssertionError, ImportError, CudaError) as error:
+        except (RuntimeError, AssertionError, AttributeError, ImportError, CudaError) as error:
+            # A torch built without CUDA lacks the functions themselves: AttributeError.
             message = (
                 f"no usable GPU: {str(error).splitlines()[0][:200] if str(error) else error!r}"
             )

@@ -16,8 +16,7 @@ from sandbox.artifact import Artifact, Launch, LaunchPlan, PlanName
 from sandbox.verdict import Failure, Status
 
 PORTABLE_CLUSTER = 8
-_EXTERN = re.compile(r"^\s*\.extern\s+\.func\b[^;]*", re.M)
-_CALLED = re.compile(r"([A-Za-z_$][\w$]*)\s*(?:\(|$)")
+_EXTERN = re.compile(r"\.extern\s+\.func\b(?:\s*\([^)]*\))?\s*([\w$]*)")
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,7 @@ def object_to(status: Status, rule: str, message: str, **where: object) -> Objec
 
 def device_functions(ptx: str) -> tuple[str, ...]:
     """Names of functions that the PTX wants from the device runtime: launches, malloc, printf; assertions are fine."""
-    names = []
-    for found in _EXTERN.findall(ptx):
-        called = [n for n in _CALLED.findall(found) if n not in ("func", "param", "extern")]
-        names.append(called[-1] if called else "unknown")
-    return tuple(n for n in names if n != "__assertfail")
+    return tuple(n or "unknown" for n in _EXTERN.findall(ptx) if n != "__assertfail")
 
 
 def prepare_reads(artifact: Artifact) -> tuple[str, ...]:

@@ -77,12 +77,11 @@ class _Kernel:
 
 
 class CudaProgram:
-    """A loaded artifact. `advice`: what lint would tell the proposer; it refuses nothing."""
+    """A loaded artifact. `facts`: the driver's view of each kernel."""
 
     def __init__(self, device: CudaDevice, artifact: Artifact, built: Built) -> None:
         self._device, self._artifact = device, artifact
         self.resources: tuple[KernelResources, ...] = built.resources
-        self.advice: tuple[Failure, ...] = built.advice
         with errors_as_faults():
             modules = {ptx: device.driver.load(cubin) for ptx, cubin in built.cubins.items()}
             self._plans = {name: self._kernels(name, modules) for name in _plan_names(artifact)}

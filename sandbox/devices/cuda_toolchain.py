@@ -1,4 +1,4 @@
-"""From an artifact's PTX to machine code that may be loaded: refusals, assembly, lint.
+"""From an artifact's PTX to machine code that may be loaded: refusals, lint, assembly.
 
 Runs no GPU code and opens no context. Only cubins made here are ever given to the driver.
 """
@@ -8,26 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sandbox.artifact import Artifact
+from sandbox.artifact import Artifact, LaunchPlan
 from sandbox.assemble import Assembled, AssemblyFailed, ToolchainMissing, assemble
 from sandbox.devices import cuda_plan
 from sandbox.devices.base import Faulted, Refused
-from sandbox.lint import lint
+from sandbox.lint import lint_ptx
 from sandbox.ptx import PtxError
 from sandbox.verdict import Failure, KernelResources, Status
 
 
 @dataclass(frozen=True)
 class Built:
-    """Machine code by PTX text (plans often share a module), ptxas's report, and advice of the lint."""
+    """Machine code by PTX text (plans often share a module), and ptxas's report."""
 
     cubins: Mapping[str, bytes]
     resources: tuple[KernelResources, ...]
-    advice: tuple[Failure, ...]
 
 
 def build(artifact: Artifact) -> Built:
-    """Assemble and lint all plans. Raises Refused; Faulted (`infra`) if the assembler is missing or broken."""
+    """Lint and assemble all plans. Raises Refused; Faulted (`infra`) if the assembler is missing or broken."""
     reads = cuda_plan.prepare_reads(artifact)
     if reads:
         message = f"prepare names {', '.join(reads)[:200]}; it may see weights, constants and persistent workspace"
@@ -38,24 +37,26 @@ def build(artifact: Artifact) -> Built:
         if functions:
             message = f"{name} calls the device runtime: {', '.join(functions)[:200]}"
             raise Refused(Status.LINT, Failure("extern-function", message))
+        _lint(name, artifact.arch, plan)
     done: dict[str, Assembled] = {}
     for name, plan in plans.items():
         if plan.ptx not in done:
             done[plan.ptx] = _assemble(name, plan.ptx, artifact.arch)
+    resources = {r.kernel: r for a in done.values() for r in a.resources}
+    return Built({ptx: a.cubin for ptx, a in done.items()}, tuple(resources.values()))
+
+
+def _lint(name: str, arch: str, plan: LaunchPlan) -> None:
+    """Refusals that the PTX shows. Advice from machine code is for the compiling side: it takes a second."""
     try:
-        report = lint(artifact, {name: done[plan.ptx] for name, plan in plans.items()})
+        found = lint_ptx(arch, plan)
     except PtxError as error:
         raise Refused(
-            Status.PLAN_ERROR, Failure("ptx", f"the PTX is malformed: {error}")
+            Status.PLAN_ERROR, Failure("ptx", f"the PTX of {name} is malformed: {error}")
         ) from error
-    except ToolchainMissing as error:
-        raise Faulted(Status.INFRA, Failure("toolchain", str(error))) from error
-    if report.refusals:
-        raise Refused(Status.LINT, report.refusals[0])
-    resources = {r.kernel: r for a in done.values() for r in a.resources}
-    return Built(
-        {ptx: a.cubin for ptx, a in done.items()}, tuple(resources.values()), report.advice
-    )
+    if found:
+        where = {**found[0].where, "plan": name}
+        raise Refused(Status.LINT, Failure(found[0].rule, found[0].message, where))
 
 
 def _assemble(name: str, ptx: str, arch: str) -> Assembled:

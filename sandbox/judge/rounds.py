@@ -37,8 +37,6 @@ class Place:
 def open_device(place: Place) -> Device:
     """The device, in this process. Raises Faulted (`infra`) without a GPU, Refused (`unsupported`) without a class."""
     if place.kind == "cuda":
-        if place.gpu is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
         from sandbox.devices.cuda import CudaDevice
 
         return CudaDevice.open(0, place.state)
@@ -51,9 +49,16 @@ def open_device(place: Place) -> Device:
     return device
 
 
+def _enter(place: Place) -> dict[str, Any]:
+    """Confine this process and let it see one GPU. Returns what the verdict says of its isolation."""
+    if place.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
+    return confine(place.parent)
+
+
 def judge(job: JudgeJob, place: Place, runner: Runner, progress: Progress) -> Mapping[str, Any]:
     """The verdict of one job, as JSON. Exceptions that are not about the candidate leave as they are: `infra`."""
-    isolation = confine(place.parent)
+    isolation = _enter(place)
     begin = time.monotonic()
     opened = begin
     try:
@@ -83,7 +88,7 @@ def _run(job: JudgeJob, device: WatchedDevice, runner: Runner, progress: Progres
 
 def probe(place: Place, progress: Progress) -> Mapping[str, Any]:
     """Open the device, run the canary, tell what there is."""
-    isolation = confine(place.parent)
+    isolation = _enter(place)
     begin = time.monotonic()
     try:
         progress.enter("device")

@@ -109,6 +109,10 @@ def warm(*entries: str) -> list[Any]:
         importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         print(f"cuda.bindings cannot be imported, only cpu works: {error}", file=sys.stderr)
+    try:
+        importlib.import_module("sandbox.assemble").version()  # kept, so that no child asks again
+    except (RuntimeError, OSError) as error:
+        print(f"no assembler, only cpu works: {error}", file=sys.stderr)
     found = []
     for entry in entries:
         module, _, attribute = entry.partition(":")
