@@ -44,7 +44,7 @@ class RunSettings:
     repairs: int = 2
     tunings: int = 0
     tier: Tier = Tier.SCREEN
-    confirm: Tier = Tier.FULL
+    confirm: Tier = Tier.PROMOTE
     limits: Limits = field(default_factory=Limits)
     seed: int = 0
     wait: bool = True
@@ -53,6 +53,8 @@ class RunSettings:
     elsewhere: bool = False
     deadline_s: float = 120.0
     start: str = ""
+    sandbox: str = ""
+    trust_this_code: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "tier": str(self.tier), "confirm": str(self.confirm)}

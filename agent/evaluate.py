@@ -162,7 +162,7 @@ def _judge(deps: Deps, service: Judge, job: JudgeJob) -> tuple[Verdict, float, s
             with deps.ledger.reserve(Spent(gpu_seconds=0.0)) as use, deps.gpu:
                 began = time.monotonic()
                 verdict = service.judge(job)
-                seconds = float(verdict.seconds.get("gpu", time.monotonic() - began))
+                seconds = float(verdict.seconds.get("held", time.monotonic() - began))
                 charged = 0.0 if verdict.status is Status.INFRA else seconds
                 use(Spent(gpu_seconds=charged))
         except StopRun as stop:

@@ -104,7 +104,7 @@ class FakeCompiler:
         )  # fmt: skip
         folder = artifact_store.save(artifact, self.root)
         return CompileOutcome(
-            folder, artifact.sha256, tunables=declared, isolation={"tier": "fake"},
+            folder, artifact.sha256, tunables=declared, isolation={"tier": "strict"},
             seconds={"compile": 0.0},
         )  # fmt: skip
 
@@ -163,11 +163,12 @@ def _factor(source: str, name: str, value: object) -> float:
 def _verdict(
     job: JudgeJob, artifact: Artifact, us: float, mode: str, base: float | None
 ) -> Verdict:
+    trust = Trust.AUDITED if job.tier is Tier.PROMOTE else Trust.JUDGED
     common: dict[str, Any] = {
         "target": job.target, "artifact": artifact.sha256,
-        "device": {"kind": job.device, "name": "fake"}, "tier": job.tier, "trust": Trust.JUDGED,
+        "device": {"kind": job.device, "name": "fake"}, "tier": job.tier, "trust": trust,
         "isolation": dict(job.compile_isolation), "date": "2026-01-01T00:00:00Z",
-        "seconds": {"gpu": 0.25},
+        "seconds": {"held": 0.25},
     }  # fmt: skip
     if mode != "passed":
         failure = Failure("fake", f"this kernel says that it ends as {mode}", {"tensor": "y"})

@@ -64,9 +64,10 @@ def ended(deps: Deps, ending: Ending) -> Verdict:
 
 
 def trust(isolation: Mapping[str, Any]) -> Trust:
-    """What the compile step alone can vouch for: never `audited`."""
-    value = isolation.get("trust")
-    return Trust.JUDGED if value in (Trust.JUDGED, Trust.AUDITED) else Trust.UNJAILED
+    """What the compile step alone can vouch for: never `audited`, and nothing without a real
+    jail.
+    """
+    return Trust.UNJAILED if isolation.get("tier") in (None, "weak", "none") else Trust.JUDGED
 
 
 def verdict_of_step(deps: Deps, seq: int, step: int) -> Verdict:

@@ -23,7 +23,7 @@ from agent.record import sync
 from agent.state import Deps, Reporter
 from agent.store import Queries, RunRow, Store
 from agent.types import Task
-from agent.workspace import Workspace, read_json, write_json
+from agent.workspace import Place, read_json, write_json
 from sandbox.jobs import Compiler, Judge
 from targets.base import Target, find
 
@@ -39,18 +39,6 @@ class Services:
     def close(self) -> None:
         self.compiler.close()
         self.judge.close()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run lives: the record, the files beside it, the winners' folder."""
-
-    db: Path
-    out: Path
-
-    @property
-    def workspace(self) -> Workspace:
-        return Workspace.beside(self.db)
 
 
 @dataclass(frozen=True)
@@ -104,9 +92,11 @@ def task_of(run: str, settings: RunSettings, target: Target) -> Task:
     )  # fmt: skip
 
 
-def create(place: Place, settings: RunSettings, versions: dict[str, str]) -> str:
+def create(
+    place: Place, settings: RunSettings, versions: dict[str, str], run: str | None = None
+) -> str:
     """Write a new run down and return its id. Raises UnknownTarget, UnknownOption, Corrupt, OSError."""
-    run = new_run_id()
+    run = run or new_run_id()
     target = find(settings.target)
     task = task_of(run, settings, target)
     store = Store(place.db)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sandbox.verdict import Outcome, Status, Tier, Verdict, WorkloadTiming
+from sandbox.verdict import Outcome, Status, Tier, Trust, Verdict, WorkloadTiming
 
 # Stop reasons. The first group is a normal end; the second leaves a partial result behind.
 DONE = ("floor", "plateau", "rounds", "candidates", "exhausted", "seed_failed", "infra")
@@ -179,7 +179,7 @@ def promotable(incumbent: Verdict, verdict: Verdict, tier: Tier) -> tuple[bool, 
         return False, f"the judge says {what}"
     if TIERS.index(verdict.tier) < TIERS.index(tier):
         return False, f"judged at {verdict.tier} only, {tier} is required"
-    if verdict.trust is not incumbent.trust:
+    if jailed(verdict) is not jailed(incumbent):
         return False, f"trust {verdict.trust} cannot be ranked against {incumbent.trust}"
     if not same_device(incumbent, verdict):
         return False, "it was judged on another device than the incumbent"
@@ -187,6 +187,13 @@ def promotable(incumbent: Verdict, verdict: Verdict, tier: Tier) -> tuple[bool, 
     if low is None or not low > 1.0:
         return False, "the interval of its speed-up is not clear of 1"
     return True, f"speed-up over the incumbent at least {low:.4f} at 95 %"
+
+
+def jailed(verdict: Verdict) -> bool:
+    """Compiled in a real jail. `audited` differs from `judged` only in how often it was looked
+    at.
+    """
+    return verdict.trust is not Trust.UNJAILED
 
 
 def same_device(a: Verdict, b: Verdict) -> bool:
@@ -204,7 +211,7 @@ def parents(standings: Sequence[Standing], incumbent: int, k: int) -> tuple[int,
     other lineage.
 
     "Best other" is the passed candidate with the smallest time that is no ancestor of the incumbent
-    and was judged with the incumbent's trust on its device.
+    and was judged on the incumbent's device, both jailed or neither.
     """
     by_seq = {s.seq: s for s in standings}
     ancestors = set()
@@ -218,7 +225,7 @@ def parents(standings: Sequence[Standing], incumbent: int, k: int) -> tuple[int,
         for s in standings
         if s.seq not in ancestors
         and s.verdict.status is Status.PASSED
-        and s.verdict.trust is base.trust
+        and jailed(s.verdict) is jailed(base)
         and same_device(base, s.verdict)
         and workload(s.verdict) is not None
     ]

@@ -171,6 +171,18 @@ class Workspace:
         return self.root / "blobs" / name[:2] / name
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a run lives: the record, the files beside it, the winners' folder."""
+
+    db: Path
+    out: Path
+
+    @property
+    def workspace(self) -> Workspace:
+        return Workspace.beside(self.db)
+
+
 def replace_folder(final: Path, files: Mapping[str, bytes], trees: Mapping[str, Path]) -> None:
     """Write a folder of files and copied trees under a temporary name, then put it in place."""
     final.parent.mkdir(parents=True, exist_ok=True)

@@ -236,8 +236,11 @@ class Proposer(Protocol):
     """Where candidates come from. Methods may be called again after a kill and must then give the
     same answer without paying twice; they write nothing but their own files."""
 
-    name: str
-    uses_model: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def uses_model(self) -> bool: ...
 
     def plan(self, s: Situation, calls: Model | None) -> tuple[Direction, ...]:
         """At most `s.k` directions; none when there is nothing left to try."""

@@ -15,7 +15,6 @@ from agent.models.scripted import ScriptedProposer
 from agent.runner import (
     Ended,
     Party,
-    Place,
     Run,
     Services,
     Session,
@@ -26,6 +25,7 @@ from agent.runner import (
 )
 from agent.search import Limits
 from agent.store import Queries, Store
+from agent.workspace import Place
 from sandbox.verdict import Verdict
 from targets import base
 from targets.base import Options

@@ -19,7 +19,7 @@ def test_a_better_kernel_replaces_the_seed(kit: Any) -> None:
     assert [r["outcome"] for r in rows] == ["not_timed", "slow", "better", "slow", "better"]
     assert [r["parent_seq"] for r in rows] == [None, 0, 0, 2, 2]
     assert [bool(r["promoted"]) for r in rows] == [True, False, True, False, True]
-    assert [r["tier"] for r in rows] == ["screen", "screen", "full", "screen", "full"]
+    assert [r["tier"] for r in rows] == ["screen", "screen", "promote", "screen", "promote"]
 
 
 def test_the_winner_lies_in_kernels_out_and_replaces_its_predecessor(kit: Any) -> None:
@@ -37,7 +37,7 @@ def test_a_fluke_is_caught_by_the_fresh_judge_and_never_promoted(kit: Any) -> No
     kit.full_penalty = 1.5
     ended = kit.optimize([kernel(80)], limits=Limits(rounds=1))
     assert ended.incumbent == 0
-    assert [j.calls[0][1] for j in kit.fresh] == [Tier.FULL]
+    assert [j.calls[0][1] for j in kit.fresh] == [Tier.PROMOTE]
     assert all(j.closed for j in kit.fresh)
     assert kit.queries.candidates(ended.run)[1]["outcome"] == "slow"
 
@@ -59,7 +59,7 @@ def test_a_broken_candidate_is_repaired(kit: Any) -> None:
     row = kit.queries.candidates(run)[1]
     verdicts = kit.queries.verdicts(row["id"])
     assert [(v["step"], v["status"], v["tier"]) for v in verdicts] == [
-        (0, "compile_error", "screen"), (1, "passed", "screen"), (1, "passed", "full"),
+        (0, "compile_error", "screen"), (1, "passed", "screen"), (1, "passed", "promote"),
     ]  # fmt: skip
 
 

@@ -1,0 +1,3 @@
+"""The commands of `kernelgen`, by group. They parse, call, render and choose the exit code; no
+logic lives here.
+"""

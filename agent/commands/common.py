@@ -1,0 +1,163 @@
+"""What the commands share: options, output, and the exit code of each failure."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from agent.config import BadConfig, default_device
+from agent.workspace import Place
+from sandbox.strict import Malformed
+from targets.base import Options, Target, UnknownOption, UnknownTarget, find
+
+F = TypeVar("F", bound=Callable[..., Any])
+SCHEMA = 1
+
+
+class Usage(click.UsageError):
+    """Something asked for makes no sense; exit code 2."""
+
+
+def code_of(error: Exception) -> int | None:
+    """The exit code of an expected failure; None for a bug, which deserves its traceback."""
+    from agent.locks import RunBusy
+    from agent.models.base import AuthError, StopRun
+    from agent.services import Unavailable
+    from agent.store import Corrupt
+    from agent.store.queries import NotFound
+    from agent.workspace import Missing
+    from sandbox.compile_client import NoIsolation
+    from sandbox.judge_client import JudgeFailed
+
+    if isinstance(error, click.ClickException):
+        return error.exit_code
+    if isinstance(error, (UnknownTarget, UnknownOption, NotFound, BadConfig, AuthError)):
+        return 2
+    if isinstance(error, (Unavailable, NoIsolation, JudgeFailed)):
+        return 4
+    if isinstance(error, (Corrupt, Missing, Malformed, RunBusy, StopRun, OSError)):
+        return 1
+    return None
+
+
+def complain(text: str) -> None:
+    """One line on stderr."""
+    line = " ".join(text.split())
+    click.echo(f"kernelgen: {line}", err=True)
+
+
+def talk() -> Console:
+    """stderr, with NO_COLOR and friends respected by rich; never wider than asked, never markup
+    from data.
+    """
+    return Console(stderr=True, highlight=False)
+
+
+def emit(as_json: bool, data: dict[str, Any], text: str) -> None:
+    """The result, on stdout: one JSON document or text."""
+    if as_json:
+        click.echo(json.dumps({"schema": SCHEMA, **data}, indent=1, allow_nan=False))
+    elif text:
+        click.echo(text.rstrip("\n"))
+
+
+def json_option(f: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(f)
+
+
+def db_option(f: F) -> F:
+    return click.option(
+        "--db", type=click.Path(dir_okay=False, path_type=Path), default=Path("runs.db"),
+        envvar="KERNELGEN_DB", show_envvar=True, help="The record; files lie beside it in .kernelgen/.",
+    )(f)  # fmt: skip
+
+
+def out_option(f: F) -> F:
+    return click.option(
+        "--out", type=click.Path(file_okay=False, path_type=Path), default=None,
+        envvar="KERNELGEN_OUT", show_envvar=True,
+        help="Winners' folder.  [default: kernels_out beside the record]",
+    )(f)  # fmt: skip
+
+
+def workload_options(f: F) -> F:
+    """--target, --preset, --layers, --rows, --context, --set."""
+    for option in reversed((
+        click.option("--target", required=True, help="A name (see `kernelgen targets`) or path/to/file.py:Name."),
+        click.option("--preset", default=None, help="Sizes.  [default: tiny on cpu, tp8 on cuda]"),
+        click.option("--layers", type=click.IntRange(1), default=None, help="Number of layers."),
+        click.option("--rows", type=click.IntRange(1), default=None, help="Tokens a step (M)."),
+        click.option("--context", type=click.IntRange(0), default=None, help="Tokens in the caches."),
+        click.option("--option", "extra", multiple=True, metavar="NAME=VALUE", help="A target's own option."),
+    )):  # fmt: skip
+        f = option(f)
+    return f
+
+
+def machine_options(f: F) -> F:
+    """--device, --arch, --sandbox, --trust-this-code."""
+    for option in reversed((
+        click.option("--device", default=None, metavar="cuda|cuda:N|cpu", callback=_device,
+                     help="Where kernels run.  [default: cuda if there is one, else cpu]"),
+        click.option("--arch", default=None, type=click.Choice(["sm_90a", "sm_100a", "sm_103a"]),
+                     help="Architecture to compile for.  [default: the device's]"),
+        click.option("--sandbox", default=None, type=click.Choice(["strict", "landlock", "seccomp", "weak", "none"]),
+                     help="Isolation of candidates.  [default: the strongest that works]"),
+        click.option("--trust-this-code", is_flag=True, help="Allow --sandbox none."),
+    )):  # fmt: skip
+        f = option(f)
+    return f
+
+
+def _device(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    if value is None:
+        return default_device()
+    head, _, index = value.partition(":")
+    if head not in ("cuda", "cpu") or (index and (head == "cpu" or not index.isdigit())):
+        raise click.BadParameter("is cuda, cuda:N or cpu", ctx, param)
+    return value
+
+
+def place_of(db: Path, out: Path | None) -> Place:
+    return Place(db, out or db.resolve().parent / "kernels_out")
+
+
+def chosen(target: Target, device: str, asked: dict[str, Any]) -> Options:
+    """The workload options, with the preset that suits the device. Raises Usage."""
+    from agent.config import options
+
+    preset = asked["preset"]
+    if preset is None:
+        usual = "tiny" if device == "cpu" else "tp8"
+        preset = usual if usual in target.presets else target.presets[0]
+    sizes = {k: asked[k] for k in ("layers", "rows", "context")}
+    try:
+        return options(preset, sizes, asked["extra"])
+    except ValueError as error:
+        raise Usage(str(error)) from error
+
+
+def find_target(name: str) -> Target:
+    """Raises UnknownTarget. A user's file is made absolute, so that a run can be resumed from
+    elsewhere.
+    """
+    return find(full_name(name))
+
+
+def full_name(name: str) -> str:
+    path, colon, attribute = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        return f"{os.path.abspath(path)}:{attribute}"
+    return name
+
+
+def width_of(text: str, most: int) -> str:
+    """Shortened to one line of `most` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"

@@ -1,0 +1,145 @@
+"""`judge`: artifacts that were compiled anywhere. `record`: verdicts that were judged anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agent import elsewhere, offline
+from agent.commands import common
+from agent.commands.evaluate import TIERS
+from agent.store import Queries, Store
+from agent.store.store import JudgedRow
+from agent.views import verdict_lines
+from agent.workspace import write_bytes
+from sandbox import artifact_store
+from sandbox.jobs import JudgeJob
+from sandbox.strict import Malformed
+from sandbox.verdict import Status, Tier, Verdict
+
+
+@click.command()
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...",
+                type=click.Path(exists=True, file_okay=False, path_type=Path))  # fmt: skip
+@click.option("--tier", type=TIERS, default="screen", help="How thoroughly to judge.")
+@click.option("--device", default=None, metavar="cuda|cuda:N|cpu", callback=common._device,
+              help="Where kernels run.  [default: cuda if there is one, else cpu]")  # fmt: skip
+@click.option("--against", type=click.Path(exists=True, file_okay=False, path_type=Path), default=None,
+              help="An incumbent's artifact to be timed against.")  # fmt: skip
+@click.option(
+    "--jail",
+    default="",
+    help="Tier of isolation it was compiled in, if you know it; else it counts as unjailed.",
+)
+@click.option(
+    "--deadline", type=click.FloatRange(1), default=120.0, help="Seconds one judgement may take."
+)
+@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=None,
+              help="Write <artifact>-<tier>.json here.")  # fmt: skip
+@common.json_option
+def judge(folders: tuple[Path, ...], **asked: Any) -> int:
+    """Judge artifact folders: target and workload come from the artifact, which is read as hostile
+    input.
+
+    \b
+    Examples:
+      kernelgen judge out/3f9c... --tier full
+      kernelgen judge .kernelgen/artifacts/3f9c... --against .kernelgen/artifacts/77ab... -o
+      verdicts
+
+    Exit code 0 only if every artifact passed.
+    """
+    from agent.services import device_facts, new_judge
+
+    jobs = [_job(folder, asked) for folder in folders]
+    service = new_judge()
+    verdicts: list[Verdict] = []
+    try:
+        device_facts(service, asked["device"])
+        for folder, job in zip(folders, jobs, strict=True):
+            verdict = service.judge(job)
+            verdicts.append(verdict)
+            if asked["output"]:
+                text = json.dumps(verdict.to_json(), indent=1, sort_keys=True, allow_nan=False)
+                name = f"{verdict.artifact}-{verdict.tier}.json"
+                write_bytes(asked["output"] / name, text.encode())
+            if not asked["as_json"]:
+                click.echo("\n".join(verdict_lines(folder.name[:16], verdict)))
+    finally:
+        service.close()
+    if asked["as_json"]:
+        common.emit(True, {"results": [v.to_json() for v in verdicts]}, "")
+    return 0 if all(v.status is Status.PASSED for v in verdicts) else 1
+
+
+def _job(folder: Path, asked: dict[str, Any]) -> JudgeJob:
+    """Raises Malformed, UnknownTarget, UnknownOption."""
+    artifact = artifact_store.load(folder)
+    options = offline.options_of(artifact)
+    if asked["against"] is not None:
+        artifact_store.load(asked["against"])
+    return JudgeJob(
+        artifact=folder.resolve(), target=artifact.target, options=offline.options_json(options),
+        device=asked["device"], tier=Tier(asked["tier"]),
+        incumbent=asked["against"].resolve() if asked["against"] else None,
+        deadline_s=asked["deadline"], compile_isolation={"tier": asked["jail"]} if asked["jail"] else {},
+    )  # fmt: skip
+
+
+@click.command()
+@click.argument("run")
+@click.argument("files", nargs=-1, required=True, metavar="VERDICT...",
+                type=click.Path(exists=True, dir_okay=False, path_type=Path))  # fmt: skip
+@common.db_option
+@common.json_option
+def record(run: str, files: tuple[Path, ...], db: Path, as_json: bool) -> int:
+    """Bring in verdicts judged on another host, matched by artifact hash.
+
+    A verdict that the run is waiting for lets `kernelgen resume RUN` go on. A further verdict of an
+    artifact that the run has already judged is kept beside the first, as evidence.
+
+    \b
+    Examples:
+      kernelgen record last verdicts/3f9c...-screen.json
+    """
+    place = common.place_of(db, None)
+    queries = Queries(Store(place.db), place.workspace)
+    row = queries.run(run)
+    folder = place.workspace.run(row["id"])
+    verdicts = [elsewhere.read_verdict(f) for f in files]
+    done = []
+    for path, verdict in zip(files, verdicts, strict=True):
+        waited = elsewhere.accept(folder, verdict)
+        if not waited:
+            _beside(queries, row["id"], path, verdict)
+        done.append(
+            {
+                "file": str(path),
+                "artifact": verdict.artifact,
+                "status": str(verdict.status),
+                "awaited": waited,
+            }
+        )
+    lines = [
+        f"{d['file']}: {d['status']}, {'awaited' if d['awaited'] else 'kept as evidence'}"
+        for d in done
+    ]
+    common.emit(as_json, {"run": row["id"], "recorded": done}, "\n".join(lines))
+    return 0
+
+
+def _beside(queries: Queries, run: str, path: Path, verdict: Verdict) -> None:
+    """Raises Malformed if the run never had that artifact."""
+    owner = queries.artifact_owner(run, verdict.artifact)
+    if owner is None:
+        raise Malformed(
+            path.name,
+            f"is about artifact {verdict.artifact[:12] or '(none)'}, which run {run} does not have",
+        )
+    blob = queries.workspace.put_verdict(verdict)
+    tunables = json.loads(owner["judged_tunables"] or "{}")
+    judged = JudgedRow(owner["step"], verdict, blob, tunables, verdict.artifact, "imported")
+    queries.store.add_verdict(run, owner["seq"], judged)

@@ -1,0 +1,127 @@
+"""`show`: a run with its candidates and decisions, or one candidate with source, diff to its parent
+and verdict.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agent.commands import common
+from agent.store import Queries, Store
+from agent.views import clean, columns, verdict_lines
+
+RUN_COLUMNS = {
+    "seq": "candidate", "round": "round", "parent_seq": "parent", "result": "result", "us": "us a step",
+    "fraction": "of floor", "speedup_incumbent": "vs best then", "predicted_gain": "predicted",
+    "direction": "direction",
+}  # fmt: skip
+
+
+@click.command()
+@click.argument("name", metavar="RUN|CANDIDATE")
+@click.option("--source", "only", flag_value="source", help="The source alone.")
+@click.option("--diff", "only", flag_value="diff", help="The diff to the parent alone.")
+@click.option("--verdict", "only", flag_value="verdict", help="The last verdict alone, as JSON.")
+@common.db_option
+@common.json_option
+def show(name: str, only: str | None, db: Path, as_json: bool) -> int:
+    """Show a run (its id, a unique part of it, or `last`) or a candidate (RUN-NUMBER).
+
+    \b
+    Examples:
+      kernelgen show last
+      kernelgen show last-3 --diff
+      kernelgen show 01JD3V-0 --source > seed.py
+    """
+    if not db.exists():
+        raise common.Usage(f"there is no record {db}")
+    place = common.place_of(db, None)
+    queries = Queries(Store(place.db), place.workspace)
+    head, dash, tail = name.rpartition("-")
+    if dash and tail.isdigit():
+        return _candidate(queries, queries.candidate(name), only, as_json)
+    if only:
+        raise common.Usage(f"--{only} needs a candidate: RUN-NUMBER")
+    return _run(queries, queries.run(name), as_json)
+
+
+def _run(queries: Queries, run: dict[str, Any], as_json: bool) -> int:
+    rows = queries.candidates(run["id"])
+    for row in rows:
+        row["result"] = row["outcome"] or row["status"]
+        row["result"] += " *" if row["promoted"] else ""
+        measured = row["fraction_of_floor_measured"]
+        row["fraction"] = measured if measured is not None else row["fraction_of_floor_spec"]
+    decisions = queries.decisions(run["id"])
+    calls = queries.calls(run["id"])
+    data: dict[str, Any] = {
+        "run": {**run, "settings": json.loads(run["settings"]), "workload": json.loads(run["workload"]),
+                "versions": json.loads(run["versions"])},
+        "candidates": rows, "decisions": decisions, "lessons": list(queries.lessons(run["id"])),
+        "calls": calls,
+    }  # fmt: skip
+    work = ", ".join(f"{k}={v}" for k, v in data["run"]["workload"].items())
+    lines = [
+        f"run {run['id']}: {run['kind']} {run['target']} ({work})",
+        f"{run['state']}{', ' + run['stop'] if run['stop'] else ''}; device {run['device']}, proposer "
+        f"{' '.join(filter(None, (run['proposer'], run['model'])))}, {run['elapsed'] / 60:.1f} min, "
+        f"{len(calls)} model calls",
+        *([clean(run["message"])] if run["message"] else []),
+        "", columns(rows, RUN_COLUMNS), "",
+        *(f"round {d['round']}: {d['kind']} candidate {d['seq']}: {clean(d['reason'])}" for d in decisions),
+        *(f"lesson: {clean(x)}" for x in data["lessons"]),
+    ]  # fmt: skip
+    common.emit(as_json, data, "\n".join(lines))
+    return 0
+
+
+def _candidate(queries: Queries, row: dict[str, Any], only: str | None, as_json: bool) -> int:
+    source = queries.workspace.text(row["source"])
+    diff = _diff(queries, row, source)
+    verdict = queries.workspace.verdict(row["blob"]) if row["blob"] else None
+    name = f"{row['run']}-{row['seq']}"
+    data = {
+        "candidate": name, **{k: row[k] for k in ("round", "status", "outcome", "direction", "note",
+        "predicted_gain", "artifact", "proposer", "duplicate_of", "created")},
+        "parent": None if row["parent_seq"] is None else f"{row['run']}-{row['parent_seq']}",
+        "promoted": bool(row["promoted"]), "tunables": json.loads(row["tunables"] or "{}"),
+        "source": source, "diff": diff, "verdict": verdict.to_json() if verdict else None,
+        "verdicts": queries.verdicts(row["id"]),
+    }  # fmt: skip
+    if only and not as_json:
+        shown = json.dumps(data["verdict"], indent=1) if only == "verdict" else data[only]
+        click.echo(shown, nl=not str(shown).endswith("\n"))
+        return 0
+    lines = [
+        f"candidate {name}, round {row['round']}, by {row['proposer']}: {clean(row['direction'] or '')}",
+        clean(row["note"] or ""), f"tunables: {row['tunables']}",
+    ]  # fmt: skip
+    if row["predicted_gain"] is not None:
+        lines.append(
+            f"predicted: {row['predicted_gain']:.3f} x, measured: {row['speedup_incumbent'] or 'nothing'}"
+        )
+    if row["duplicate_of"] is not None:
+        lines.append(f"the same machine work as candidate {row['duplicate_of']}: not judged again")
+    lines += verdict_lines("verdict", verdict) if verdict else ["no verdict"]
+    lines += ["", clean(diff or source)]
+    common.emit(as_json, data, "\n".join(lines))
+    return 0
+
+
+def _diff(queries: Queries, row: dict[str, Any], source: str) -> str:
+    """Unified, against the parent; empty without one or when nothing changed."""
+    if row["parent_seq"] is None:
+        return ""
+    parent = queries.candidate(f"{row['run']}-{row['parent_seq']}")
+    before = queries.workspace.text(parent["source"])
+    return "".join(
+        difflib.unified_diff(
+            before.splitlines(True), source.splitlines(True),
+            f"a/{row['run']}-{row['parent_seq']}.py", f"b/{row['run']}-{row['seq']}.py",
+        )
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""The end of a run in words and as data: what was measured, on what, against what, and what was not
+verified.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent import search
+from agent.config import RunSettings
+from agent.runner import Ended
+from agent.store import Queries, Store
+from agent.winners import winner_folder
+from agent.workspace import Place
+from sandbox.verdict import Verdict
+
+STOPS = {
+    "floor": "the wanted share of the byte floor is reached",
+    "plateau": "no round brought anything better for a while",
+    "rounds": "all rounds are done", "candidates": "all candidates are used",
+    "exhausted": "there is nothing left to try", "seed_failed": "the seed did not pass",
+    "infra": "this machine failed several times in a row", "usd": "the dollar budget is spent",
+    "tokens": "the token budget is spent", "minutes": "the time is up",
+    "gpu_seconds": "the GPU time is spent", "credit": "the provider's credit or spend limit",
+    "auth": "the provider refused the key or the request",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Summary:
+    data: dict[str, Any]
+    text: str
+
+
+def exit_code(ended: Ended, interrupted: bool) -> int:
+    """0 something better was promoted, 1 nothing was, 3 partial, 130 interrupted."""
+    if interrupted or ended.how == "drained":
+        return 130
+    if ended.how == "waiting" or ended.stop in search.SPENT:
+        return 3
+    return 0 if ended.improved else 1
+
+
+def summarise(place: Place, ended: Ended, settings: RunSettings) -> Summary:
+    queries = Queries(Store(place.db), place.workspace)
+    run = queries.run(ended.run)
+    rows = queries.candidates(ended.run)
+    calls = queries.calls(ended.run)
+    priced = [c["cost"] for c in calls if c["cost"] is not None]
+    best = next((r for r in rows if r["seq"] == ended.incumbent and r["promoted"]), None)
+    data: dict[str, Any] = {
+        "run": ended.run, "how": ended.how, "stop": ended.stop, "improved": ended.improved,
+        "waiting": list(ended.waiting), "target": settings.target, "device": settings.device,
+        "proposer": settings.proposer, "rounds": run["rounds"], "candidates": len(rows),
+        "passed": sum(r["status"] == "passed" for r in rows),
+        "spent": {
+            "minutes": run["elapsed"] / 60, "usd": sum(priced),
+            "unpriced_calls": len(calls) - len(priced), "calls": len(calls),
+            "tokens": sum((c["input_tokens"] or 0) + (c["output_tokens"] or 0) for c in calls),
+        },
+        "best": None,
+    }  # fmt: skip
+    if best is not None and best["blob"]:
+        verdict = place.workspace.verdict(best["blob"])
+        folder = winner_folder(place.out, settings.target, verdict.device, ended.run, best["seq"])
+        data["best"] = {
+            "candidate": f"{ended.run}-{best['seq']}",
+            "folder": str(folder),
+            "verdict": verdict.to_json(),
+        }
+        return Summary(data, _text(data, verdict, folder))
+    return Summary(data, _text(data, None, None))
+
+
+def _text(data: dict[str, Any], verdict: Verdict | None, folder: Path | None) -> str:
+    spent = data["spent"]
+    how = STOPS.get(
+        data["stop"], {"waiting": "waiting", "drained": "interrupted"}.get(data["how"], data["how"])
+    )
+    lines = [
+        f"run {data['run']}: {how}",
+        f"  {data['candidates']} candidates in {data['rounds']} rounds, {data['passed']} passed; "
+        f"{spent['minutes']:.1f} min, {spent['calls']} model calls, {spent['tokens']:,} tokens, "
+        f"${spent['usd']:.2f}"
+        + (f" and {spent['unpriced_calls']} unpriced" if spent["unpriced_calls"] else ""),
+    ]
+    if verdict is not None:
+        lines += _numbers(data, verdict)
+        lines.append(f"  kernel: {folder}")
+    else:
+        lines.append("  no verified kernel")
+    lines += [f"  waiting: {w}" for w in data["waiting"]]
+    if data["how"] in ("waiting", "drained") or data["stop"] in search.SPENT:
+        lines.append(f"  go on with: kernelgen resume {data['run']}")
+    return "\n".join(lines)
+
+
+def _numbers(data: dict[str, Any], verdict: Verdict) -> list[str]:
+    name = verdict.device.get("name") or verdict.device.get("kind")
+    which = "the seed" if not data["improved"] else f"candidate {data['best']['candidate']}"
+    lines = [f"  best: {which}, judged at tier {verdict.tier}, trust {verdict.trust}, on {name}"]
+    row = search.workload(verdict)
+    if row is not None and verdict.timing is not None:
+        reached = search.fraction(verdict)
+        lines.append(
+            f"  {verdict.timing.kind}: {row.us:.2f} us a step ({row.preset}, {row.layers} layers, "
+            f"{row.m} rows, context {row.context}), {row.launches} launches"
+            + (f", {reached:.1%} of the byte floor" if reached is not None else "")
+        )
+        pairs = (
+            ("the incumbent it replaced", row.speedup_incumbent), ("the CUDA graph baseline", row.speedup_graph),
+            (row.best_baseline or "the best baseline", row.speedup_best),
+        )  # fmt: skip
+        for words, ratio in pairs:
+            if ratio is not None:
+                lines.append(f"  {ratio.value:.4f} x {words} [{ratio.low:.4f}, {ratio.high:.4f}]")
+    else:
+        lines.append("  not timed")
+    missing = verdict.not_verified or ("nothing is listed",)
+    return [*lines, "  not verified: " + "; ".join(missing)]
