@@ -88,6 +88,14 @@ def lanes_sum(x: Float32, lanes: cutlass.Constexpr):
 
 
 @cute.jit
+def lanes_max(x: Float32):
+    """Maximum over the warp, in every lane."""
+    for i in cutlass.range_constexpr(5):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << i))
+    return x
+
+
+@cute.jit
 def mma_k32(rC: cute.Tensor, rA: cute.Tensor, b: tuple):
     """rC[4] += A[8 rows, 32] B[32, 8 columns]: two mma.m16n8k16 on bf16 whose rows 8..15 of A are zero.
 
