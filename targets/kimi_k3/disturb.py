@@ -133,9 +133,9 @@ def _stale_cache(d: Draft) -> None:
 
 
 def _saturated(d: Draft) -> None:
-    """Queries twenty times as large: the softmax picks one token."""
+    """Queries six times as large: the softmax picks a few tokens."""
     for name in d.names("q_b"):
-        d.edit(name).mul_(20)
+        d.edit(name).mul_(6)
 
 
 def _decay(d: Draft) -> None:

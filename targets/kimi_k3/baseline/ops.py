@@ -99,7 +99,7 @@ class Paging:
     slot_mapping: Tensor
 
 
-def mla(x: Tensor, w: Mapping[str, Tensor], kv: Tensor, p: Paging) -> Tensor:
+def mla(x: Tensor, w: Mapping[str, Tensor], kv: Tensor, pages: Paging) -> Tensor:
     """bf(y W_o^T); the new rows are inserted in place. Gathers every page of a request and masks by length."""
     heads, nope, lora = w["w_uk"].shape
     v_dim, rope = w["w_uv"].shape[1], kv.shape[-1] - lora
@@ -108,15 +108,17 @@ def mla(x: Tensor, w: Mapping[str, Tensor], kv: Tensor, p: Paging) -> Tensor:
     q = F.linear(rms(q_c.float(), w["q_a_norm"]), w["q_b"]).view(-1, heads, nope + rope)
     q_nope, q_pe = q.split([nope, rope], -1)
     latent = torch.bmm(q_nope.transpose(0, 1), w["w_uk"]).transpose(0, 1)
-    insert(kv, torch.cat([rms(kv_c.float(), w["kv_a_norm"]), k_pe], -1), p)
-    cache = kv[p.block_table.long()].flatten(1, 2)
+    insert(kv, torch.cat([rms(kv_c.float(), w["kv_a_norm"]), k_pe], -1), pages)
+    cache = kv[pages.block_table.long()].flatten(1, 2)
     score = bmm32(torch.cat([latent, q_pe], -1), cache.transpose(1, 2)) * (nope + rope) ** -0.5
-    hidden = torch.arange(cache.shape[1], device=kv.device) >= p.lengths.view(-1, 1, 1)
-    probs = torch.softmax(score.masked_fill(hidden, -1e30), -1).bfloat16()
-    lat = torch.bmm(probs, cache[..., :lora])
+    hidden = torch.arange(cache.shape[1], device=kv.device) >= pages.lengths.view(-1, 1, 1)
+    score = score.masked_fill(hidden, -1e30)
+    p = torch.exp(score - score.amax(-1, keepdim=True))
+    lat = bmm32(p.bfloat16(), cache[..., :lora]) / p.sum(-1, keepdim=True)
+    lat = lat.bfloat16()
     v = torch.bmm(lat.transpose(0, 1), w["w_uv"].transpose(1, 2)).transpose(0, 1).flatten(1)
     y = (v.float() * torch.sigmoid(gate.float())).bfloat16()
-    y = y.masked_fill((p.lengths <= 0).view(-1, 1), 0)
+    y = y.masked_fill((pages.lengths <= 0).view(-1, 1), 0)
     return F.linear(y, w["o_proj"])
 
 

@@ -52,7 +52,7 @@ def kda(s: Schedule, x: Tensor, layer: Layer, slots: Tensor) -> KdaResult:
     gam = GATE_LOWER_BOUND * sigmoid(rate * arg)
     beta = sigmoid(b[:, :heads])
     S, o = delta_rule(state["S"][index].to(s.dtype), (q, k, v), gam, beta)
-    if s.round_uo:
+    if s.round_o:
         o = bf(o)
     gate = sigmoid(g).reshape(-1, heads, dim)
     out = bf(rms(s, o, w["o_norm"]) * gate).reshape(-1, d)
@@ -64,7 +64,7 @@ def short_conv(s: Schedule, window: Tensor, weight: Tensor) -> Tensor:
     """window [M, 4, 3D] oldest first, weight [3D, 4] -> SiLU of the four-tap sum."""
     t = (window * weight.to(s.dtype).T).sum(1)
     u = t * sigmoid(t)
-    return bf(u) if s.round_uo else u
+    return bf(u) if s.round_u else u
 
 
 def delta_rule(

@@ -74,6 +74,8 @@ def attend(s: Schedule, query: Tensor, cache: Tensor, lora: int) -> Tensor:
     score = query @ cache.T
     p = torch.exp(score - score.amax(-1, keepdim=True))
     norm = p.sum(-1, keepdim=True)
-    if s.round_p:
+    if s.round_p == "after":
+        return bf(p / norm) @ cache[:, :lora]
+    if s.round_p == "before":
         p = bf(p)
     return (p @ cache[:, :lora]) / norm

@@ -7,6 +7,7 @@ orders, and take or leave the roundings that real kernels differ in: together th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,18 +19,19 @@ from targets.kimi_k3.sizes import EPS
 class Schedule:
     """`chunks`: split-K parts, added last to first. `framework`: products as torch computes them for BF16 tensors.
 
-    The optional roundings: `round_uo` (KDA's conv output and attention output cross kernels in stock serving and are
-    BF16 there; fused kernels keep FP32, and so does the oracle), `round_squares` (squares in the latent norm),
-    `round_p` (un-normalised softmax weights fed to a tensor core).
+    The optional roundings: `round_u`, `round_o` (KDA's conv output and attention output cross kernels in stock serving
+    and are BF16 there; fused kernels keep FP32, and so does the oracle), `round_squares` (squares in the latent norm),
+    `round_p` (softmax weights fed to a tensor core, before or after they are normalised).
     """
 
     name: str
     dtype: torch.dtype = torch.float32
     chunks: int = 1
     framework: bool = False
-    round_uo: bool = False
+    round_u: bool = False
+    round_o: bool = False
     round_squares: bool = False
-    round_p: bool = False
+    round_p: Literal["no", "before", "after"] = "no"
 
 
 ORACLE = Schedule("oracle", torch.float64)
@@ -39,8 +41,10 @@ SCHEDULES = {
         ORACLE,
         Schedule("f32"),
         Schedule("split", chunks=8),
-        Schedule("rounded", chunks=4, round_uo=True, round_squares=True, round_p=True),
-        Schedule("framework", framework=True, round_uo=True),
+        Schedule("conv", chunks=2, round_u=True),
+        Schedule("mixed", chunks=16, round_o=True, round_squares=True, round_p="before"),
+        Schedule("rounded", chunks=4, round_u=True, round_o=True, round_squares=True, round_p="before"),
+        Schedule("framework", framework=True, round_u=True, round_o=True, round_p="after"),
     )
 }
 
