@@ -1,4 +1,4 @@
-"""KDA against a second implementation: the whole sequence at once in parallel form, no recurrence, from a zero state."""
+"""KDA against a second implementation: the whole sequence at once in parallel form, from a zero state."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.targets.kimi import rel, run, tensors, workload
 
 
 def expanded_mla(w: Workload, t: Tensors, m: int) -> Tensor:
-    """Row m of instance 0: per head, keys W_UK c | k_pe and values W_UV c for every visible token, float64, no rounding."""
+    """Row m of instance 0: per head, keys W_UK c | k_pe and values W_UV c for all visible tokens, no rounding."""
     at = "weights.layers.0."
     d = {k.removeprefix(at): v.double() for k, v in t.items() if k.startswith(at)}
     heads, nope, lora = d["w_uk"].shape
