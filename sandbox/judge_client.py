@@ -81,7 +81,9 @@ class JudgeClient:
         limit = 2 * job.deadline_s + self.options.lock_s + SLACK_S
         begin = time.monotonic()
         try:
-            reply = self._ask({"op": "judge", "job": judge_wire.job_to_json(job)}, limit)
+            request = judge_wire.job_to_json(job)
+            judge_wire.job_from_json(request)  # what the server would refuse is refused here
+            reply = self._ask({"op": "judge", "job": request}, limit)
             if "error" in reply:
                 raise JudgeFailed(f"the judge's server refused the job: {reply['error']}")
             return judge_wire.verdict_from_json(reply.get("verdict"))

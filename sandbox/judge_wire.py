@@ -24,6 +24,7 @@ from sandbox.strict import Malformed
 from sandbox.verdict import Failure, Status, Tier, Trust, Verdict, from_json
 
 MAX_FRAME = 32 << 20
+MAX_DEADLINE_S = 86_400
 _CHUNK = 1 << 16
 _WEAK_TIERS = (None, "none", "weak")
 
@@ -104,13 +105,23 @@ def job_from_json(value: object) -> JudgeJob:
             incumbent=None if d["incumbent"] is None else Path(d["incumbent"]),
             baselines=tuple(map(str, d["baselines"])),
             seed=None if d["seed"] is None else strict.integer(d["seed"], "job.seed", 0, 2**63 - 1),
-            deadline_s=float(d["deadline_s"]),
+            deadline_s=_seconds(d["deadline_s"]),
             compile_isolation=dict(d["compile_isolation"]),
         )
     except (TypeError, ValueError) as error:
         raise (
             error if isinstance(error, Malformed) else Malformed("job", str(error)[:200])
         ) from error
+
+
+def _seconds(value: object) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value <= MAX_DEADLINE_S
+    ):
+        raise Malformed("job.deadline_s", f"is not between 0 and {MAX_DEADLINE_S} seconds")
+    return float(value)
 
 
 def verdict_from_json(value: object) -> Verdict:

@@ -129,19 +129,19 @@ def _stop(signum: int, frame: object) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sandbox.judge.server", allow_abbrev=False)
+    option = parser.add_argument
+    option("--state", type=Path, required=True, help="folder for locks and device facts")
+    option("--runner", default=DEFAULT_RUNNER, help="module:function that judges a job")
+    option("--opener", default=DEFAULT_OPENER, help="module:function that opens a device")
+    option("--lock-seconds", type=float, help="how long to wait for a GPU in use")
+    return parser.parse_args(argv)
+
+
 def main(argv: list[str] | None = None) -> int:
     read_fd, write_fd = claim_descriptors()
-    parser = argparse.ArgumentParser(prog="sandbox.judge.server", allow_abbrev=False)
-    parser.add_argument(
-        "--state", type=Path, required=True, help="folder for locks and device facts"
-    )
-    parser.add_argument(
-        "--runner", default=DEFAULT_RUNNER, help="module:function that judges a job"
-    )
-    parser.add_argument(
-        "--lock-seconds", type=float, default=None, help="how long to wait for the GPU"
-    )
-    options = parser.parse_args(argv)
+    options = arguments(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)
     # Availability checks must not call cuInit in this process: a context does not survive fork.
@@ -157,9 +157,10 @@ def main(argv: list[str] | None = None) -> int:
     from sandbox.judge.keeper import LOCK_S, Keeper, Settings
 
     settings = Settings(
-        options.state.resolve(),
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        options.lock_seconds or LOCK_S,
+        state=options.state.resolve(),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        lock_s=LOCK_S if options.lock_seconds is None else options.lock_seconds,
+        opener=opener,
     )
     keeper = Keeper(settings, runner, Watch(read_fd, channel.ready))
     try:
