@@ -31,14 +31,6 @@ TUNABLES = {
     "fuse_norm": (True, False),
     "pdl": (False, True),
 }
-RES_WEIGHTS = (
-    "attn_res_norm",
-    "attn_res_proj",
-    "attn_norm",
-    "mlp_res_norm",
-    "mlp_res_proj",
-    "mlp_norm",
-)
 
 
 def members(kinds, kind):
@@ -148,51 +140,54 @@ def workspace(dims, cfg):
     return found
 
 
-@cute.jit
-def mix_before_attention(n, t, w, cfg: cutlass.Constexpr, stream):
-    """AttnRes at the entry of layer n: P <- bf(P + delta), banked when n opens a block."""
-    d, space = cfg.dims, t.workspace
-    layer = n + d.first
-    first_delta = t.inputs.delta if d.first > 0 else space.delta
-    prefix = pick([t.inputs.x0, t.outputs.prefix], Int32(1) if n > 0 else Int32(0))
-    delta = pick([first_delta, space.delta], Int32(1) if n > 0 else Int32(0))
-    opens = layer % d.block == 0
-    row = layer // d.block - d.bank_old if opens else -1
-    add = Int32(1) if layer > 0 else Int32(0)
-    state = MixState((layer + d.block - 1) // d.block, Int32(row), add, Int32(0))
-    mix = Mix(
-        prefix, t.outputs.prefix, delta, *bank(t, d), w.attn_res_norm, w.attn_res_proj, w.attn_norm, space.x
-    )  # fmt: skip
-    attn_res(mix, state, cfg, stream)
+def mix_vectors(t):
+    """Three lists over the half layers (attention, FFN, attention, ..., closing): norm, proj and output norm."""
+    halves = [(w, kind) for w in t.weights.layers for kind in ("attn", "mlp")]
+    norm = [getattr(w, f"{kind}_res_norm") for w, kind in halves]
+    proj = [getattr(w, f"{kind}_res_proj") for w, kind in halves]
+    out = [getattr(w, f"{kind}_norm") for w, kind in halves]
+    last = t.weights
+    return [*norm, last.out_res_norm], [*proj, last.out_res_proj], [*out, last.out_norm]
 
 
 @cute.jit
-def mix_before_ffn(n, t, w, cfg: cutlass.Constexpr, stream):
-    """AttnRes between attention and FFN: P <- a when layer n opens a block, else P <- bf(P + a)."""
+def mix(half, t, cfg: cutlass.Constexpr, stream):
+    """The AttnRes step before half layer `half` = 2 n (attention of layer n), 2 n + 1 (its FFN) or the closing one.
+
+    Before attention P <- bf(P + delta), banked when layer n opens a block; before the FFN P <- bf(P + a), or P <- a
+    when n opens a block. One launch site, so one kernel.
+    """
     d, space = cfg.dims, t.workspace
+    n = half // 2
     layer = n + d.first
-    opens = layer % d.block == 0
-    prefix = pick([t.outputs.prefix, space.attn], Int32(1) if opens else Int32(0))
-    add = Int32(0) if opens else Int32(1)
-    state = MixState(layer // d.block + 1, Int32(-1), add, Int32(0))
-    mix = Mix(
-        prefix, t.outputs.prefix, space.attn, *bank(t, d), w.mlp_res_norm, w.mlp_res_proj, w.mlp_norm, space.x
+    second = half % 2 == 1
+    closing = half == 2 * d.layers
+    opens = layer % d.block == 0 and not closing
+    restart = second and opens
+    norm, proj, out_norm = mix_vectors(t)
+    incoming = t.inputs.delta if d.first > 0 else space.delta
+    which = Int32(2) if restart else Int32(1) if half > 0 else Int32(0)
+    prefix = pick([t.inputs.x0, t.outputs.prefix, space.attn], which)
+    which = Int32(2) if second else Int32(1) if half > 0 else Int32(0)
+    delta = pick([incoming, space.delta, space.attn], which)
+    target = pick([space.x, t.outputs.out], Int32(1) if closing else Int32(0))
+    sources = (layer + d.block - 1) // d.block + (Int32(1) if restart else Int32(0))
+    row = layer // d.block - d.bank_old if opens and not second else Int32(-1)
+    add = Int32(0) if restart or layer + half == 0 else Int32(1)
+    state = MixState(sources, Int32(row), add, Int32(1) if closing else Int32(0))
+    tensors = Mix(
+        prefix, t.outputs.prefix, delta, *bank(t, d), pick(norm, half), pick(proj, half), pick(out_norm, half), target
     )  # fmt: skip
-    attn_res(mix, state, cfg, stream)
+    attn_res(tensors, state, cfg, stream)
 
 
 @cute.jit
 def step(t, cfg, stream):
     """The layers of the run, then h = the closing AttnRes and out = bf(RMS(h; out_norm))."""
     d = cfg.dims
-    for n in cutlass.range(d.layers, unroll=1):
-        w = pick_layer(t.weights.layers, n, RES_WEIGHTS)
-        mix_before_attention(n, t, w, cfg, stream)
-        attention(n, t, cfg, stream)
-        mix_before_ffn(n, t, w, cfg, stream)
-        ffn(n, t, cfg, stream)
-    closing = Mix(
-        t.outputs.prefix, t.outputs.prefix, t.workspace.delta, *bank(t, d), t.weights.out_res_norm,
-        t.weights.out_res_proj, t.weights.out_norm, t.outputs.out,
-    )  # fmt: skip
-    attn_res(closing, MixState(Int32(d.bank_rows), Int32(-1), Int32(1), Int32(1)), cfg, stream)
+    for half in cutlass.range(2 * d.layers + 1, unroll=1):
+        mix(half, t, cfg, stream)
+        if half % 2 == 1:
+            ffn(half // 2, t, cfg, stream)
+        elif half < 2 * d.layers:
+            attention(half // 2, t, cfg, stream)
