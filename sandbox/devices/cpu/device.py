@@ -1,0 +1,257 @@
+"""The cpu device: runs artifacts without a GPU, by translating their PTX.
+
+It checks every access, finds deadlocks and reads of unwritten memory, and models time; it measures none. A launch that
+breaks stops with Faulted and leaves the process as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from sandbox.artifact import Artifact, Launch, LaunchPlan, PlanName
+from sandbox.devices.base import DeviceFacts, Refused
+from sandbox.devices.cpu.execute import Counts, Memory, Policy, Region, run
+from sandbox.devices.cpu.ptx_ast import Module, PtxError
+from sandbox.devices.cpu.ptx_parse import parse
+from sandbox.devices.cpu.translate import ModuleData, Translated, module_data, translate
+from sandbox.verdict import Failure, KernelResources, Status
+
+if TYPE_CHECKING:
+    import torch
+
+Shadow = np.ndarray[tuple[int], np.dtype[np.uint8]]
+MAX_SMEM = 232448
+
+
+class CpuBound:
+    """A plan with addresses. `launch` runs it to its end."""
+
+    def __init__(
+        self, program: CpuProgram, plan: LaunchPlan, regions: Mapping[str, Region]
+    ) -> None:
+        self.launches = len(plan.launches)
+        self._program, self._plan, self._regions = program, plan, regions
+        self._counts: list[tuple[Launch, Translated, Counts]] = []
+
+    def launch(self) -> None:
+        """Run all launches in order. Raises Faulted."""
+        with self._program.lock:
+            self._counts = []
+            self._program.forget_step(self._regions)
+            for item in self._plan.launches:
+                kernel = self._program.kernel(self._plan, item.kernel)
+                params = bytearray(item.params)
+                for r in item.relocations:
+                    value = self._regions[r.buffer].base + r.addend
+                    params[r.offset : r.offset + 8] = value.to_bytes(8, "little")
+                regions = [*self._regions.values(), *self._program.module_regions(self._plan)]
+                counts, found = run(
+                    kernel, item, bytes(params), regions, self._program.policy, self._program.memory
+                )
+                self._program.add(found)
+                self._counts.append((item, kernel, counts))
+
+    def capture(self) -> CpuBound:
+        return self
+
+    def modelled_us(self) -> float | None:
+        """Modelled microseconds of the last launch; None before the first."""
+        if not self._counts:
+            return None
+        from sandbox.devices.cpu.model import modelled_us
+
+        return modelled_us(self._counts, self._regions)
+
+    def counts(self) -> list[tuple[Launch, Translated, Counts]]:
+        """What each launch of the last run executed."""
+        return self._counts
+
+
+class CpuProgram:
+    """A translated artifact. Kernels are compiled when they are first needed by `bind`."""
+
+    resources: tuple[KernelResources, ...] = ()
+
+    def __init__(self, artifact: Artifact, policy: Policy) -> None:
+        self.artifact, self.policy = artifact, policy
+        self.memory, self.lock = Memory(), threading.Lock()
+        self._modules: dict[str, tuple[Module, ModuleData]] = {}
+        self._kernels: dict[tuple[str, str], Translated] = {}
+        self._shadows: dict[tuple[str, int, int], Shadow] = {}
+        self._undefined: set[str] = set()
+        self._found: dict[tuple[str, str], Failure] = {}
+        for plan in (artifact.step, artifact.prepare):
+            if plan is not None:
+                self._check(plan)
+
+    def _check(self, plan: LaunchPlan) -> None:
+        """Parse the plan's PTX and translate its kernels. Raises Refused."""
+        if plan.ptx not in self._modules:
+            try:
+                module = parse(plan.ptx)
+            except PtxError as error:
+                raise Refused(
+                    Status.COMPILE_ERROR,
+                    Failure("ptx-syntax", str(error), {"ptx_line": error.line}),
+                ) from error
+            self._modules[plan.ptx] = (module, module_data(module))
+        module, data = self._modules[plan.ptx]
+        for item in plan.launches:
+            entry = module.entries.get(item.kernel)
+            if entry is None:
+                raise _plan_error("kernel-missing", f"the PTX has no kernel {item.kernel[:80]}")
+            key = (plan.ptx, item.kernel)
+            if key not in self._kernels:
+                self._kernels[key] = translate(entry, module, data, self.policy.exact)
+            _check_launch(item, self._kernels[key])
+
+    def kernel(self, plan: LaunchPlan, name: str) -> Translated:
+        return self._kernels[plan.ptx, name]
+
+    def module_regions(self, plan: LaunchPlan) -> list[Region]:
+        """Module-scope variables, as buffers."""
+        _, data = self._modules[plan.ptx]
+        return [
+            Region(f"variable {name}", base, size)
+            for name, (base, size) in data.ranges.items()
+            if size
+        ]
+
+    def bind(
+        self,
+        plan: PlanName,
+        buffers: Mapping[str, torch.Tensor],
+        undefined: frozenset[str] = frozenset(),
+    ) -> CpuBound:
+        """Fill in addresses. `undefined`: buffers whose content counts as never written. Raises Refused."""
+        chosen = self.artifact.plan(plan)
+        if chosen is None:
+            raise _plan_error("no-plan", f"the artifact has no plan {plan}")
+        regions = {}
+        for name in sorted({r.buffer for x in chosen.launches for r in x.relocations}):
+            regions[name] = self._region(name, buffers, undefined)
+        for name in buffers:
+            if name not in regions:
+                regions[name] = self._region(name, buffers, undefined)
+        return CpuBound(self, chosen, regions)
+
+    def _region(
+        self, name: str, buffers: Mapping[str, torch.Tensor], undefined: frozenset[str]
+    ) -> Region:
+        declared = self.artifact.buffer(name)
+        tensor = buffers.get(name)
+        if tensor is None:
+            raise _plan_error("buffer-missing", f"buffer {name} is not given")
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise _plan_error("buffer-form", f"buffer {name} is no contiguous tensor of the cpu")
+        size, base = tensor.numel() * tensor.element_size(), tensor.data_ptr()
+        if size != declared.nbytes or base % declared.align:
+            raise _plan_error(
+                "buffer-form", f"buffer {name} has {size} bytes at {base:#x}; declared are {declared.nbytes}, "
+                f"aligned to {declared.align}",
+            )  # fmt: skip
+        shadow = None
+        if name in undefined:
+            key = (name, base, size)
+            if key not in self._shadows:
+                self._shadows[key] = np.zeros(size, np.uint8)
+            shadow = self._shadows[key]
+            self._undefined.add(name)
+        return Region(name, base, size, shadow)
+
+    def forget_step(self, regions: Mapping[str, Region]) -> None:
+        """At the start of a plan all undefined buffers but persistent ones count as unwritten again."""
+        for name, region in regions.items():
+            if region.shadow is not None and self.artifact.buffer(name).lifetime != "persistent":
+                region.shadow.fill(0)
+
+    def add(self, found: list[Failure]) -> None:
+        for failure in found:
+            self._found.setdefault((failure.rule, str(failure.where.get("ptx_line"))), failure)
+
+    def findings(self) -> tuple[Failure, ...]:
+        return tuple(self._found.values())
+
+
+def _plan_error(rule: str, message: str) -> Refused:
+    return Refused(Status.PLAN_ERROR, Failure(rule, message))
+
+
+def _check_launch(item: Launch, kernel: Translated) -> None:
+    """What the hardware would refuse to launch. Raises Refused."""
+    threads = item.block[0] * item.block[1] * item.block[2]
+    cluster = item.cluster or (1, 1, 1)
+    wanted = kernel.entry.directives.get("reqntid")
+    if wanted and tuple(wanted) + (1,) * (3 - len(wanted)) != item.block:
+        raise _plan_error(
+            "block-size",
+            f"{item.kernel[:80]} requires blocks of {wanted}, the plan has {item.block}",
+        )
+    most = kernel.entry.directives.get("maxntid")
+    if most and threads > int(np.prod(most)):
+        raise _plan_error(
+            "block-size", f"{item.kernel[:80]} allows {most} threads, the plan has {threads}"
+        )
+    if len(item.params) < kernel.entry.param_bytes:
+        raise _plan_error(
+            "parameters", f"{item.kernel[:80]} reads {kernel.entry.param_bytes} bytes of parameters"
+        )
+    if any(g % c for g, c in zip(item.grid, cluster, strict=True)):
+        raise _plan_error("cluster-size", f"grid {item.grid} is no multiple of cluster {cluster}")
+    if kernel.static_bytes + item.smem > MAX_SMEM:
+        raise _plan_error(
+            "shared-memory", f"{kernel.static_bytes + item.smem} bytes of shared memory a block"
+        )
+    if any(o >= len(item.params) for o in item.param_offsets):
+        raise _plan_error("parameters", "offsets lie outside the parameter block")
+
+
+class CpuDevice:
+    """Device `cpu`. `seed` permutes the order of blocks and warps; `mode` exact adds the race check, at a price."""
+
+    kind: Literal["cuda", "cpu"] = "cpu"
+    torch_device = "cpu"
+
+    def __init__(
+        self, seed: int = 0, mode: Literal["fast", "exact"] = "fast", budget: int | None = None
+    ) -> None:
+        base = Policy()
+        self.policy = Policy(
+            seed=seed,
+            exact=mode == "exact",
+            lazy=seed % 2 == 0,
+            budget=base.budget if budget is None else budget,
+        )
+
+    def facts(self) -> DeviceFacts:
+        """The machine whose launches are imitated is an H200; the memory is this machine's."""
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return DeviceFacts(
+            "cpu",
+            "cpu",
+            "sm_90a",
+            132,
+            60 << 20,
+            MAX_SMEM,
+            pages,
+            None,
+            None,
+            {"models": "NVIDIA H200"},
+        )
+
+    def load(self, artifact: Artifact) -> CpuProgram:
+        """Parse and translate. Raises Refused."""
+        if artifact.arch != "sm_90a":
+            raise Refused(
+                Status.UNSUPPORTED,
+                Failure("cpu-unsupported", f"the cpu device does not run {artifact.arch}"),
+            )
+        return CpuProgram(artifact, self.policy)
+
+    def synchronize(self) -> None:
+        """Launches run when they are called; nothing is ever pending."""

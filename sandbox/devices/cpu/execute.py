@@ -1,0 +1,221 @@
+"""One launch on the CPU: the records of `layout` filled in, the scheduler called, and its status made a value or Faulted.
+
+Memory for blocks is kept between launches of one kernel. Not thread-safe: a Program holds a lock around launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sandbox.artifact import Launch
+from sandbox.devices.base import Faulted
+from sandbox.devices.cpu import layout as L
+from sandbox.devices.cpu import report
+from sandbox.devices.cpu.translate import Translated, runtime
+from sandbox.verdict import Failure, Status
+
+SMS = 132
+SMEM_PER_SM = 233472
+MAX_FINDINGS = 64
+
+
+@dataclass(frozen=True)
+class Region:
+    """A buffer that this launch may touch. `shadow`: a byte per byte, or None."""
+
+    name: str
+    base: int
+    size: int
+    shadow: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How launches run. `lazy`: copies complete as late as allowed. `budget`: slices of work before a hang is assumed."""
+
+    seed: int = 0
+    exact: bool = False
+    lazy: bool = True
+    budget: int = 40_000_000_000
+    max_forced: int = 20_000
+
+
+@dataclass
+class Counts:
+    """What a launch did: executions per basic block and what only the runtime counts."""
+
+    blocks: np.ndarray[tuple[int], np.dtype[np.int64]]
+    bulk_read: int = 0
+    bulk_written: int = 0
+    barriers: int = 0
+    cluster_phases: int = 0
+    site_regions: Mapping[int, str] = field(default_factory=dict)
+
+
+class Memory:
+    """Aligned zeroed bytes, kept by size."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+
+    def take(self, name: str, size: int) -> int:
+        """Address of at least `size` bytes, 1024-aligned; contents are of earlier launches."""
+        have = self._kept.get(name)
+        if have is None or have.size < size + 1024:
+            have = np.zeros(size + 1024, np.uint8)
+            self._kept[name] = have
+        return -(-int(have.ctypes.data) // 1024) * 1024
+
+
+class Record:
+    """The launch record."""
+
+    def __init__(self) -> None:
+        self.words = np.zeros(L.C_BYTES // 8, np.int64)
+
+    @property
+    def address(self) -> int:
+        return int(self.words.ctypes.data)
+
+    def put(self, offset: int, *values: int) -> None:
+        for i, value in enumerate(values):
+            self.words[offset // 8 + i] = value
+
+    def get(self, offset: int) -> int:
+        return int(self.words[offset // 8])
+
+
+def run(
+    kernel: Translated,
+    launch: Launch,
+    params: bytes,
+    regions: list[Region],
+    policy: Policy,
+    memory: Memory,
+) -> tuple[Counts, list[Failure]]:
+    """Run a launch. Returns counts and findings. Raises Faulted."""
+    record = Record()
+    keep = _fill(record, kernel, launch, params, regions, policy)
+    _slots(record, kernel, launch, policy, memory)
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(runtime().address("rt_run"))
+    status = function(record.address)
+    findings = report.findings(record, kernel, launch, regions, keep["found"])
+    if status:
+        failure = report.failure(record, kernel, launch, regions)
+        hang = status >= L.H_DEADLOCK
+        raise Faulted(Status.HANG if hang else Status.FAULT, failure)
+    counts = Counts(
+        keep["counters"], record.get(L.C_BULKBYTES), record.get(L.C_BULKWRITTEN), record.get(L.C_BARRIERS),
+        record.get(L.C_CLUSTERPHASES), _site_regions(keep["sites"], regions),
+    )  # fmt: skip
+    return counts, findings
+
+
+def _fill(
+    record: Record,
+    kernel: Translated,
+    launch: Launch,
+    params: bytes,
+    regions: list[Region],
+    policy: Policy,
+) -> dict[str, np.ndarray]:
+    """All but the slots. The arrays must live until the launch ends."""
+    ordered = sorted(regions, key=lambda r: r.base)
+    table = np.zeros((max(1, len(ordered)), 4), np.int64)
+    for i, r in enumerate(ordered):
+        shadow = 0 if r.shadow is None else int(r.shadow.ctypes.data)
+        table[i] = (r.base, r.base + r.size, shadow, i)
+    cluster = launch.cluster or (1, 1, 1)
+    clusters = int(np.prod(launch.grid)) // int(np.prod(cluster))
+    order = np.arange(clusters, dtype=np.uint32)
+    if policy.seed:
+        order = np.random.default_rng(policy.seed).permutation(order)
+    keep = {
+        "table": table, "order": order.copy(), "params": np.frombuffer(params.ljust(16, b"\0"), np.uint8).copy(),
+        "sites": np.zeros(2 * max(1, len(kernel.sites)), np.int64),
+        "counters": np.zeros(max(1, len(kernel.effects)), np.int64),
+        "effects": np.array(kernel.effects or (False,), np.uint8), "found": np.zeros((MAX_FINDINGS, 8), np.int64),
+        "scratch": np.zeros(4096, np.int64),
+    }  # fmt: skip
+    pointers = {
+        L.C_TABLE: "table", L.C_ORDER: "order", L.C_PARAMS: "params", L.C_SITES: "sites", L.C_COUNTERS: "counters",
+        L.C_EFFECTS: "effects", L.C_FOUND: "found", L.C_SCRATCH: "scratch",
+    }  # fmt: skip
+    for offset, name in pointers.items():
+        record.put(offset, int(keep[name].ctypes.data))
+    record.put(L.C_NBUF, len(ordered))
+    record.put(L.C_GRID, *launch.grid)
+    record.put(L.C_NTID, *launch.block)
+    record.put(L.C_CLUSTER, *cluster)
+    record.put(L.C_CLUSTERSIZE, int(np.prod(cluster)))
+    record.put(L.C_NCLUSTERS, clusters)
+    record.put(L.C_THREADS, int(np.prod(launch.block)))
+    record.put(L.C_SMEM, kernel.static_bytes + launch.smem)
+    record.put(L.C_KERNEL, kernel.address)
+    record.put(L.C_BUDGET, policy.budget)
+    record.put(L.C_SEED, policy.seed)
+    record.put(L.C_MAXFOUND, MAX_FINDINGS)
+    record.put(L.C_NBB, len(kernel.effects))
+    record.put(L.C_MAXFORCED, policy.max_forced)
+    record.put(L.C_EXACT, int(policy.exact))
+    record.put(L.C_LAZY, int(policy.lazy))
+    record.put(L.C_FRAMEBYTES, kernel.frame_bytes)
+    record.put(L.C_LOCAL, kernel.local_bytes)
+    record.put(L.C_STATIC, kernel.entry.param_bytes)
+    return keep
+
+
+def resident(threads: int, smem: int, blocks: int, cluster: int) -> int:
+    """Blocks that an H200 holds at once, in whole clusters; registers are not counted."""
+    per_sm = max(1, min(2048 // (-(-threads // 32) * 32), SMEM_PER_SM // (smem + 1024), 32))
+    return max(cluster, min(blocks, per_sm * SMS) // cluster * cluster)
+
+
+def _slots(
+    record: Record, kernel: Translated, launch: Launch, policy: Policy, memory: Memory
+) -> None:
+    """Blocks' records, shared memory, shadows, threads and copy queues."""
+    threads = int(np.prod(launch.block))
+    cluster = record.get(L.C_CLUSTERSIZE)
+    smem = kernel.static_bytes + launch.smem
+    slots = resident(threads, smem, int(np.prod(launch.grid)), cluster)
+    room = -(-max(smem, 16) // 1024) * 1024
+    stride = L.T_FRAME + kernel.frame_bytes + kernel.local_bytes
+    stride += L.COPY_BYTES * L.COPY_CAPACITY if kernel.copies else 0
+    stride = (
+        -(-stride // 64) * 64 + 64
+    )  # an odd number of lines, so that lanes do not share cache sets
+    queue = L.BULK_BYTES * L.BULK_CAPACITY
+    per_block = 2 * room + -(-(threads * stride + queue) // 1024) * 1024
+    base = memory.take("blocks", slots * per_block)
+    heads = memory.take("heads", slots * L.B_BYTES)
+    ctypes.memset(heads, 0, slots * L.B_BYTES)
+    words = np.ctypeslib.as_array(
+        ctypes.cast(heads, ctypes.POINTER(ctypes.c_int64)), (slots, L.B_BYTES // 8)
+    )
+    starts = base + np.arange(slots, dtype=np.int64) * per_block
+    words[:, L.B_SMEM // 8] = starts
+    words[:, L.B_SHADOW // 8] = starts + room
+    words[:, L.B_THREADS // 8] = starts + 2 * room
+    words[:, L.B_BULK // 8] = starts + 2 * room + threads * stride
+    words[:, L.B_SMID // 8] = np.arange(slots) % SMS
+    record.put(L.C_SLOTS, heads)
+    record.put(L.C_NSLOTS, slots)
+    record.put(L.C_TSTRIDE, stride)
+    record.put(L.C_BSTRIDE, L.B_BYTES)
+
+
+def _site_regions(sites: np.ndarray, regions: list[Region]) -> dict[int, str]:
+    """Which buffer each memory instruction hit last."""
+    out = {}
+    for i in np.nonzero(sites[1::2])[0]:
+        at = int(sites[2 * i])
+        for r in regions:
+            if r.base <= at < r.base + r.size:
+                out[int(i)] = r.name
+                break
+    return out

@@ -1,0 +1,150 @@
+"""Byte offsets of the native structures, shared by generated code, the native runtime and Python.
+
+Every field is eight bytes. CTX: one launch. BLOCK: one resident block. THREAD: one thread of it, with exchange slots
+for warp-wide instructions, the frame of its saved registers, its local memory and its queue of cp.async copies.
+"""
+
+from __future__ import annotations
+
+# --- CTX
+C_STATUS = 0  # 0 runs or done, else a FAULT_* or HANG_* code
+C_SITE = 8
+C_ADDR = 16
+C_SIZE = 24
+C_BLOCK = 32
+C_THREAD = 40
+C_EXTRA = 48
+C_PARAMS = 64
+C_SITES = 80  # {lo, count} per memory site: last buffer hit
+C_COUNTERS = 88  # executions per basic block
+C_TABLE = 96  # buffers sorted by address: {lo, hi, shadow, index}
+C_NBUF = 104
+C_GRID = 112  # x, y, z
+C_NTID = 136  # x, y, z
+C_CLUSTER = 160  # x, y, z
+C_THREADS = 184  # per block
+C_SMEM = 192
+C_TSTRIDE = 200
+C_BSTRIDE = 208
+C_SLOTS = 216
+C_NSLOTS = 224
+C_ORDER = 232  # permutation of cluster numbers, 4 bytes each
+C_NCLUSTERS = 240
+C_NEXT = 248
+C_KERNEL = 264
+C_CLOCK = 272
+C_BUDGET = 280
+C_SEED = 288
+C_FOUND = 296  # findings: {kind, site, addr, size, block, thread, extra, 0}
+C_NFOUND = 304
+C_MAXFOUND = 312
+C_NBB = 320
+C_EFFECTS = 328  # a byte per basic block: 1 when it changes memory
+C_EFFSUM = 336
+C_FORCED = 344
+C_MAXFORCED = 352
+C_EXACT = 360
+C_FORCE = 368
+C_HASH = 376
+C_FRAME = 384  # offset and bytes of the part of THREAD that decides what it does next
+C_FRAMEBYTES = 392
+C_LOCAL = 400  # bytes of local memory
+C_LAZY = 408  # copies complete as late as allowed
+C_SCRATCH = 416
+C_BULKBYTES = 424  # bulk bytes global->shared, shared->global
+C_BARRIERS = 440  # barrier phases completed
+C_ENTERS = 448
+C_MAXSLOTS = 456
+C_SMID = 464
+C_CLUSTERSIZE = 472
+C_STATIC = 480
+C_RACE = 488
+C_BULKWRITTEN = 496
+C_ACTIVE = 512
+C_CLUSTERPHASES = 504
+C_BYTES = 640
+
+# --- BLOCK
+B_STATE = 0  # 0 free, 1 running
+B_CTAID = 8  # x, y, z
+B_LINEAR = 32
+B_RANK = 40
+B_BASE = 48  # slot of rank 0
+B_CLUSTER = 56
+B_SMEM = 64
+B_SHADOW = 72
+B_LO = 80  # shared address of the first byte
+B_THREADS = 96
+B_LIVE = 104
+B_CARRIVED = 120  # cluster barrier, in rank 0: arrivals, phase, live threads
+B_CPHASE = 128
+B_CLIVE = 136
+B_BARS = 144  # 16 x {arrived, expected, phase, red}
+B_BULK = 656  # queue of bulk copies
+B_NBULK = 664
+B_MAXBULK = 672
+B_SMID = 680
+B_ORDER = 688
+B_BYTES = 768
+BAR_BYTES = 32
+BULK_BYTES = 80
+BULK_CAPACITY = 1024
+
+# --- THREAD
+T_PC = 0
+T_STATE = 8
+T_A = 16
+T_B = 24
+T_MASK = 32
+T_SITE = 40
+T_TID = 48  # x, y, z
+T_LINEAR = 72
+T_LANE = 80
+T_CPHASE = 88
+T_NCOPY = 104
+T_COMMITTED = 112  # cp.async groups
+T_BCOMMITTED = 120  # bulk groups
+T_BACKOFF = 128
+T_SKIP = 136
+T_HASH = 144
+T_OP = 152
+T_BPENDING = 160
+T_X = 192  # exchange slots
+T_XSLOTS = 40
+T_FRAME = T_X + 8 * T_XSLOTS
+COPY_BYTES = 32
+COPY_CAPACITY = 128
+
+# thread states
+READY, DONE, MEET, BAR, CLUSTER, WATCH, MBAR, YIELD = range(8)
+
+# addresses
+SMEM_START = 1024
+RANK_SHIFT = 24
+SHARED_TAG = 0x40000000  # upper half of a generic address of shared memory
+LOCAL_TAG = 0x50000000
+PARAM_TAG = 0x60000000
+
+# access flags
+LOAD, STORE, ATOMIC, ASYNC = 1, 2, 4, 8
+GLOBAL, GENERIC, SHARED, LOCAL, PARAM = 0, 16, 32, 48, 64
+SPACE_MASK = 112
+
+# shadow bytes
+UNWRITTEN, MBARRIER, WRITTEN = 0, 0xFE, 0xFF
+
+# faults
+F_BOUNDS, F_ALIGN, F_MBAR, F_MBAR_COUNT, F_BARRIER, F_TRAP, F_WARP, F_BULK, F_QUEUE, F_DIVIDE = (
+    range(1, 11)
+)
+H_DEADLOCK, H_LIVELOCK, H_BUDGET = 32, 33, 34
+
+# findings
+N_UNWRITTEN, N_RACE, N_SHFL, N_TRAILING = 1, 2, 3, 4
+
+SLICE = 1 << 20
+
+# warp-wide operations
+(O_SYNC, O_SHFL_IDX, O_SHFL_UP, O_SHFL_DOWN, O_SHFL_BFLY, O_VOTE_ALL, O_VOTE_ANY, O_VOTE_UNI, O_BALLOT,
+ O_REDUX_ADD, O_REDUX_MIN, O_REDUX_MAX, O_REDUX_UMIN, O_REDUX_UMAX, O_REDUX_AND, O_REDUX_OR, O_REDUX_XOR,
+ O_MATCH_ANY, O_MATCH_ALL, O_ELECT, O_ACTIVE, O_LDMATRIX, O_STMATRIX, O_MMA, O_MOVMATRIX) = range(25)  # fmt: skip

@@ -1,0 +1,129 @@
+"""Native runtime: mma.sync. Operands are decoded to f64, summed there with the accumulator and rounded once.
+
+The sum over k is exact for integers and, for floats, more exact than tensor cores, whose order and truncation are not
+specified. Fragment layouts follow the PTX manual: one rule covers all shapes. Written in the language of `subset`.
+"""
+
+# ruff: noqa: F403, F405  (the whole vocabulary of the language and all offsets are in scope here)
+
+from __future__ import annotations
+
+from sandbox.devices.cpu.layout import *
+from sandbox.devices.cpu.rt_float import (
+    rt_e4m3_value,
+    rt_e5m2_value,
+    rt_half_bits,
+    rt_half_value,
+    rt_int_value,
+)
+from sandbox.devices.cpu.words import *
+
+# element kinds; the variant packs m, n, k (8 bits each), a, b, c, d kinds (4 bits each) and satfinite
+E_F16, E_BF16, E_TF32, E_F64, E_E4M3, E_E5M2, E_S8, E_U8, E_S4, E_U4, E_F32, E_S32 = range(12)
+
+
+def rt_element(p: i64, j: i64, kind: i64) -> f64:
+    """Element j of a register as f64."""
+    if kind == E_F16:
+        return wide(f32_of(rt_half_value(ld16(p + j * 2))))
+    if kind == E_BF16:
+        return wide(f32_of(ld16(p + j * 2) << 16))
+    if kind == E_TF32:
+        return wide(f32_of(ld32(p) & ~0x1FFF))
+    if kind == E_F64:
+        return ldf64(p)
+    if kind == E_E4M3:
+        return wide(f32_of(rt_e4m3_value(ld8(p + j))))
+    if kind == E_E5M2:
+        return wide(f32_of(rt_e5m2_value(ld8(p + j))))
+    if kind == E_S8:
+        return float_of(sext8(ld8(p + j)))
+    if kind == E_U8:
+        return float_of(ld8(p + j))
+    if kind == E_F32:
+        return wide(ldf32(p))
+    if kind == E_S32:
+        return float_of(sext32(ld32(p)))
+    v = (ld8(p + (j >> 1)) >> ((j & 1) * 4)) & 15
+    if kind == E_S4 and v > 7:
+        v = v - 16
+    return float_of(v)
+
+
+def rt_per_register(kind: i64) -> i64:
+    if kind == E_F16 or kind == E_BF16:
+        return 2
+    if kind == E_TF32 or kind == E_F64:
+        return 1
+    if kind == E_S4 or kind == E_U4:
+        return 8
+    return 4
+
+
+def rt_mma(ctx: i64, w: i64, variant: i64) -> i64:
+    """Slots: 0-7 A, 8-11 B, 12-19 C, 20-27 D."""
+    m = variant & 255
+    k = (variant >> 16) & 255
+    ka = (variant >> 24) & 15
+    kb = (variant >> 28) & 15
+    kc = (variant >> 32) & 15
+    kd = (variant >> 36) & 15
+    stride = ld64(ctx + C_TSTRIDE)
+    scratch = ld64(ctx + C_SCRATCH)
+    amat = scratch
+    bmat = scratch + 8192
+    cmat = scratch + 16384
+    ea = rt_per_register(ka)
+    eb = rt_per_register(kb)
+    tall = m == 16
+    na = (m * k) // (32 * ea)
+    nb = (8 * k) // (32 * eb)
+    for lane in range(32):
+        x = w + lane * stride + T_X
+        g = lane >> 2
+        q = lane & 3
+        for i in range(na):
+            row = g + 8 * (i & 1) if tall else g
+            block = i >> 1 if tall else i
+            for j in range(ea):
+                col = ea * q + 4 * ea * block + j
+                stf64(amat + (row * k + col) * 8, rt_element(x + i * 8, j, ka))
+        for i in range(nb):
+            for j in range(eb):
+                row = eb * q + 4 * eb * i + j
+                stf64(bmat + (row * 8 + g) * 8, rt_element(x + 64 + i * 8, j, kb))
+        for i in range(m // 4):
+            row = g + 8 * (i >> 1)
+            col = 2 * q + (i & 1)
+            if kc == E_F16:
+                stf64(cmat + (row * 8 + col) * 8, rt_element(x + 96 + (i >> 1) * 8, i & 1, E_F16))
+            else:
+                stf64(cmat + (row * 8 + col) * 8, rt_element(x + 96 + i * 8, 0, kc))
+    rt_dot(amat, bmat, cmat, m, k)
+    for lane in range(32):
+        x = w + lane * stride + T_X
+        g = lane >> 2
+        q = lane & 3
+        for i in range(m // 4):
+            row = g + 8 * (i >> 1)
+            v = ldf64(cmat + (row * 8 + 2 * q + (i & 1)) * 8)
+            if kd == E_F16:
+                st16(x + 160 + (i >> 1) * 8 + (i & 1) * 2, rt_half_bits(bits32(narrow(v))))
+            elif kd == E_F32:
+                stf32(x + 160 + i * 8, narrow(v))
+            elif kd == E_F64:
+                stf64(x + 160 + i * 8, v)
+            else:
+                st32(x + 160 + i * 8, rt_int_value(v, (variant >> 40) & 1))
+    return 0
+
+
+def rt_dot(a: i64, b: i64, c: i64, m: i64, k: i64) -> i64:
+    """C += A B for eight columns of f64."""
+    for i in range(m):
+        for col in range(8):
+            acc = ldf64(c + (i * 8 + col) * 8)
+            for x in range(k):
+                acc = fma64(ldf64(a + (i * k + x) * 8), ldf64(b + (x * 8 + col) * 8), acc)
+            stf64(c + (i * 8 + col) * 8, acc)
+    return 0

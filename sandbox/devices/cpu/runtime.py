@@ -1,0 +1,58 @@
+"""The native runtime as one LLVM module: which functions it has, and its text.
+
+The text depends on the runtime's source alone, so its object code is cached like that of kernels.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import FunctionType, ModuleType
+
+from sandbox.devices.cpu import (
+    rt_float,
+    rt_memory,
+    rt_mma,
+    rt_race,
+    rt_reduce,
+    rt_sched,
+    rt_sync,
+    rt_warp,
+)
+from sandbox.devices.cpu.subset import compile_functions, declarations
+from sandbox.devices.cpu.subset_ops import DECLARATIONS
+
+MODULES: tuple[ModuleType, ...] = (
+    rt_float,
+    rt_memory,
+    rt_race,
+    rt_reduce,
+    rt_sync,
+    rt_mma,
+    rt_warp,
+    rt_sched,
+)
+
+
+def functions() -> tuple[FunctionType, ...]:
+    """Every `rt_` function, once, in the module that defines it."""
+    out = []
+    for module in MODULES:
+        for name, value in vars(module).items():
+            if (
+                name.startswith("rt_")
+                and isinstance(value, FunctionType)
+                and value.__module__ == module.__name__
+            ):
+                out.append(value)
+    return tuple(out)
+
+
+@cache
+def runtime_ir() -> str:
+    return DECLARATIONS + compile_functions(functions())
+
+
+@cache
+def runtime_declarations() -> str:
+    """For modules that call the runtime."""
+    return declarations(functions())
