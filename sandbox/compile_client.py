@@ -29,7 +29,10 @@ STOP_S = 5.0
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """`store` holds artifacts and outcomes. `tier` None: the strongest isolation that works; `none` needs trust."""
+    """`store` holds artifacts and outcomes. `tier` None: the strongest isolation that works; `none` needs trust.
+
+    `deadline_s`: processor time of one compile; three times that by the clock.
+    """
 
     store: Path = Path(".kernelgen")
     tier: str | None = None
@@ -49,6 +52,12 @@ class CompileSettings:
         out += ["--tier", self.tier] if self.tier else []
         out += ["--bwrap", str(self.bwrap)] if self.bwrap else []
         return out + (["--trust-this-code"] if self.trust_this_code else [])
+
+
+def environment() -> dict[str, str]:
+    """What the server inherits: where things are, never keys."""
+    kept = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SYSTEMROOT")
+    return {name: os.environ[name] for name in kept if name in os.environ}
 
 
 class NoIsolation(RuntimeError):
@@ -110,7 +119,7 @@ class _Server:
     def __init__(self, command: list[str]) -> None:
         self.ended = False
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=False
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
         )
         assert self._process.stdin and self._process.stdout
         self._stdin, self._stdout = self._process.stdin, self._process.stdout

@@ -20,6 +20,8 @@ MAX_MESSAGE = 1500
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _WHERE = re.compile(r"-->\s+\S*candidate\.py:(\d+)")
 _LOG_LINE = re.compile(r"candidate\.py\((\d+)\)")
+_FAULT_LINE = re.compile(r'File "\S*candidate\.py", line (\d+) in')
+_FATAL = re.compile(r"^Fatal Python error: (.{1,80})$", re.M)
 _SECTION = re.compile(r"^\s*(?:= )?(note|suggestion|error|-->)\b")
 # Sentences of the DSL that say nothing about the fault itself.
 _GENERIC = (
@@ -118,33 +120,31 @@ def report(job: CompileJob, error: object) -> Digest:
     return Digest(Status.REJECTED if syntax else Status.COMPILE_ERROR, failure)
 
 
-def broken(reason: Broken, deadline_s: float, output: str) -> Digest:
-    """What it means that a worker which had the source gave no result."""
-    tail = clean(output)[-600:].strip()
+def broken(job: CompileJob, reason: Broken, deadline_s: float, output: str) -> Digest:
+    """What it means that a worker which had the source gave no result. `output`: what it printed."""
+    output = clean(output)
+    stood = [int(n) for n in _FAULT_LINE.findall(output)]
+    at = where(job, stood[0] if stood else None, "")
     if reason.reason == "box":
         return Digest(Status.INFRA, Failure("box", reason.detail))
     if reason.reason == "timeout":
         message = (
-            f"compiling took longer than {deadline_s:.0f} s: unroll less (cutlass.range with unroll=1), "
+            f"compiling used more than {deadline_s:.0f} s: unroll less (cutlass.range with unroll=1), "
             "inline fewer phases, avoid pow"
         )
-        return Digest(Status.COMPILE_ERROR, Failure("deadline", message))
+        return Digest(Status.COMPILE_ERROR, Failure("deadline", message, at))
     if reason.reason == "closed":
+        fatal = _FATAL.search(output)
+        what = fatal[1] if fatal else output.strip()[-300:]
         message = "the compiler process died while compiling this source" + (
-            f"; it printed: {tail}" if tail else ""
+            f": {what}" if what else ""
         )
-        return Digest(Status.COMPILE_ERROR, Failure("crash", message[:MAX_MESSAGE]))
+        return Digest(Status.COMPILE_ERROR, Failure("crash", message, at))
     if reason.reason in ("malformed", "oversized"):
-        return Digest(
-            Status.REJECTED,
-            Failure(
-                "output", f"the compile worker sent no valid result: {reason.detail}"[:MAX_MESSAGE]
-            ),
-        )
-    return Digest(
-        Status.COMPILE_ERROR,
-        Failure(reason.reason, f"the source passed a limit of the jail: {reason.detail}"),
-    )
+        text = f"the compile worker sent no valid result: {reason.detail}"
+        return Digest(Status.REJECTED, Failure("output", text[:MAX_MESSAGE]))
+    text = f"the source passed a limit of the jail: {reason.detail}"
+    return Digest(Status.COMPILE_ERROR, Failure(reason.reason, text, at))
 
 
 def malformed(error: Malformed) -> Digest:

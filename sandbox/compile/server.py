@@ -38,7 +38,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     choice = box.choose(spec(args.arch, args.deadline), settings)
     if isinstance(choice, box.Refusal):
-        answers.write(encode({"refused": choice.sentence}, {}))
+        reasons = "; ".join(choice.tried[-4:])
+        answers.write(
+            encode(
+                {"refused": f"{choice.sentence} ({reasons})" if reasons else choice.sentence}, {}
+            )
+        )
         return 4
     pool = Pool(starter(choice, args.deadline), args.idle)
     if args.idle:
@@ -77,7 +82,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arch", default="sm_90a", help="architecture to warm workers for")
     parser.add_argument("--idle", type=int, default=2, help="warm workers to keep")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="jobs at once")
-    parser.add_argument("--deadline", type=float, default=60.0, help="seconds one compile may take")
+    parser.add_argument(
+        "--deadline", type=float, default=60.0, help="processor seconds one compile may use"
+    )
     parser.add_argument(
         "--tier", choices=[t.value for t in box.BoxTier], help="this isolation or none"
     )

@@ -22,6 +22,7 @@ from sandbox.strict import Malformed
 from sandbox.verdict import Failure, Status
 
 SEND_DEADLINE_S = 20.0
+WALL = 3.0  # a busy machine may take this many times the processor time that a source may use
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Service:
         try:
             key = cache_key(job, str(self._choice.isolation.tier))
             found = self._cache.get(key)
-            outcome = found or self._compile(run)
+            outcome = dataclasses.replace(found, seconds={}) if found else self._compile(run)
             if not found:
                 self._cache.put(key, outcome)
         except ToolchainMissing as error:
@@ -84,20 +85,20 @@ class Service:
             return run.failed(Status.INFRA, Failure("box", worker.detail))
         try:
             run.isolation = worker.isolation.to_json()
-            answer = worker.read(claims.CAPS, self._deadline_s)
-            output = worker.output(2000) if isinstance(answer, box.Broken) else ""
+            answer = worker.read(claims.CAPS, WALL * self._deadline_s)
+            output = worker.output(8000) if isinstance(answer, box.Broken) else ""
         finally:
             worker.kill()
             self._pool.refill(run.job.arch)
         run.seconds["answer"] = round(time.monotonic() - start - run.seconds["worker"], 4)
         if isinstance(answer, box.Broken):
-            verdict = digest.broken(answer, self._deadline_s, output)
+            verdict = digest.broken(run.job, answer, self._deadline_s, output)
             return run.failed(verdict.status, verdict.failure)
         return self._settle(run, answer)
 
     def _start(self, run: _Run) -> box.Boxed | box.Broken:
         """A worker that has the job. One that died while it waited is not the candidate's fault: try another."""
-        body, blocks = _request(run.job)
+        body, blocks = _request(run.job, self._deadline_s)
         broken: box.Broken | None = None
         for _ in range(2):
             worker = self._pool.take(run.job.arch)
@@ -143,10 +144,11 @@ def _refuse_job(job: CompileJob) -> Failure | None:
     return None
 
 
-def _request(job: CompileJob) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _request(job: CompileJob, deadline_s: float) -> tuple[dict[str, Any], dict[str, bytes]]:
     body = {
         "dims": dict(job.dims), "arch": job.arch, "sms": sms(job), "tunables": dict(job.tunables),
-        "sentinels": [list(s) for s in relocate.SENTINELS],
+        "sentinels": [list(s) for s in relocate.SENTINELS], "cpu_s": deadline_s,
+        "wall_s": WALL * deadline_s,
     }  # fmt: skip
     buffers = [[b.name, b.dtype, list(b.shape), b.align] for b in job.buffers]
     return body, {
@@ -157,7 +159,7 @@ def _request(job: CompileJob) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 def _seconds(value: object) -> dict[str, float]:
     """The worker's own phases: for people only, and only plain ones."""
-    out = {}
+    out: dict[str, float] = {}
     for name, number in strict.scalars(value, "seconds").items():
         if isinstance(number, float) and 0 <= number < 1e6 and len(out) < 8:
             out[f"worker_{name}"[:40]] = number

@@ -7,30 +7,16 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import cutlass
-import llvmlite
-import numpy
 
 from . import capture, errors, signature, trace
 
 Blocks = dict[str, bytes]
 MODULE = "candidate"
-
-
-def toolchain() -> dict[str, str]:
-    """Versions of what shapes the output, for the artifact and the cache key."""
-    return {
-        "cutlass_dsl": str(cutlass.__version__),
-        "llvmlite": str(llvmlite.__version__),
-        "numpy": str(numpy.__version__),
-        "python": ".".join(map(str, sys.version_info[:3])),
-    }
 
 
 def run(job: Mapping[str, Any], blocks: Mapping[str, bytes]) -> tuple[dict[str, Any], Blocks]:
@@ -66,10 +52,9 @@ def _compile(
         f"constants.{b.path.split('.', 1)[1]}": x for b, x in zip(constants, data, strict=True)
     }
     for name, (function, used) in plans.items():
-        traced = timed(f"trace_{name}", lambda f=function, u=used: trace.compile_plan(f, u, cfg))
-        captures = timed(
-            f"capture_{name}", lambda t=traced, u=used: _capture(t, u, len(tensors), job)
-        )
+        plan = trace.Plan(name, function, used)
+        traced = timed(f"trace_{name}", partial(trace.compile_plan, plan, cfg))
+        captures = timed(f"capture_{name}", partial(_capture, traced, plan, job))
         out[f"ptx.{name}"] = traced.ptx.encode()
         out[f"plan.{name}"] = json.dumps([c.launches for c in captures]).encode()
         for i, c in enumerate(captures):
@@ -87,22 +72,19 @@ def _compile(
 
 def _import(source: bytes) -> Any:
     Path(f"{MODULE}.py").write_bytes(source)
-    sys.path.insert(0, str(Path.cwd()))
     importlib.invalidate_caches()
     return importlib.import_module(MODULE)
 
 
 def _capture(
-    traced: trace.Traced,
-    used: list[tuple[int, signature.Tensor]],
-    total: int,
-    job: Mapping[str, Any],
+    traced: trace.Traced, plan: trace.Plan, job: Mapping[str, Any]
 ) -> list[capture.Recording]:
+    """The plan's launches, recorded once for each set of sentinel addresses."""
     program = capture.Program(traced, {"sms": int(job["sms"])})
-    out = []
-    for base, stride in job["sentinels"]:
-        out.append(program.record([base + stride * index for index, _ in used]))
-    return out
+    return [
+        program.record([base + stride * index for index, _ in plan.used])
+        for base, stride in job["sentinels"]
+    ]
 
 
 def _stopwatch(seconds: dict[str, float]) -> Callable[[str, Callable[[], Any]], Any]:

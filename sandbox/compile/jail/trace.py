@@ -34,27 +34,34 @@ class Traced:
     ptx: str
     object: bytes
     function: str
-    arguments: int
 
 
-def compile_plan(
-    function: Any, used: list[tuple[int, signature.Tensor]], cfg: SimpleNamespace
-) -> Traced:
+@dataclass(frozen=True)
+class Plan:
+    """What to trace: `step` or `prepare`, the candidate's function, and its tensors with their numbers in the job."""
+
+    name: str
+    function: Any
+    used: list[tuple[int, signature.Tensor]]
+
+
+def compile_plan(plan: Plan, cfg: SimpleNamespace) -> Traced:
     """Trace and compile `function(t, cfg, stream)`. Raises what the DSL or the candidate raises."""
-    host = _host(function.__name__ if hasattr(function, "__name__") else "step", len(used))
-    paths = [tensor.path for _, tensor in used]
+    host = _host(plan.name, len(plan.used))
+    paths = [tensor.path for _, tensor in plan.used]
 
     def body(tensors: tuple[Any, ...], stream: Any) -> None:
-        function(signature.tree(paths, tensors), cfg, stream)
+        plan.function(signature.tree(paths, tensors), cfg, stream)
 
     host.BODY = body
+    fakes = [_fake(tensor) for _, tensor in plan.used]
     compiled = cute.compile(
-        host.host, *[_fake(t) for _, t in used], driver.CUstream(0), options=OPTIONS
+        host.host, *fakes, driver.CUstream(0), options=OPTIONS, no_jit_engine=True
     )
     ptx = compiled.artifacts.PTX
     if not isinstance(ptx, str) or ".entry" not in ptx:
-        raise Refused("plan_error", "no-kernel", f"`{function.__name__}` launches no kernel")
-    return Traced(ptx, compiled.dump_to_object(PREFIX), compiled.function_name, len(used))
+        raise Refused("plan_error", "no-kernel", f"`{plan.name}` launches no kernel")
+    return Traced(ptx, compiled.dump_to_object(PREFIX), compiled.function_name)
 
 
 def _fake(tensor: signature.Tensor) -> Any:

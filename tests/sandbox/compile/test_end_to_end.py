@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from sandbox import artifact_store, ptx
 from sandbox.artifact import Buffer
-from sandbox.compile_client import CompileClient, CompileSettings
+from sandbox.compile_client import CompileClient
 from sandbox.jobs import CompileJob
 from sandbox.verdict import Status
 
@@ -18,14 +15,6 @@ EXAMPLE = re.search(
     r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs" / "candidate.md").read_text(), re.S
 )
 BUFFERS = (Buffer("inputs.x", "f32", (4, 256)), Buffer("outputs.y", "f32", (4, 256)))
-
-
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompileClient]:
-    store = tmp_path_factory.mktemp("store")
-    settings = CompileSettings(store=store, tier="none", trust_this_code=True, jobs=2)
-    with CompileClient(settings) as client:
-        yield client
 
 
 def job(source: str, **fields: object) -> CompileJob:
@@ -44,7 +33,9 @@ def test_the_documented_example_becomes_an_artifact(compiler: CompileClient) -> 
     assert [r.buffer for r in launch.relocations] == ["inputs.x", "outputs.y"]
     assert artifact.tunables == {"threads": 128}
     assert outcome.tunables == {"threads": (256, 128, 512)}
-    workspace = {b.name: (b.shape, b.init, b.lifetime) for b in artifact.buffers if b.group == "workspace"}
+    workspace = {
+        b.name: (b.shape, b.init, b.lifetime) for b in artifact.buffers if b.group == "workspace"
+    }
     assert workspace == {
         "workspace.acc": ((4, 256), "undefined", "step"),
         "workspace.epoch": ((32,), "zero", "persistent"),
