@@ -20,7 +20,7 @@ from sandbox.artifact import Artifact
 from sandbox.verdict import Status, Verdict
 
 CALL_COLUMNS = (
-    "scope", "n", "role", "model", "answer", "input_tokens", "output_tokens", "cache_read_tokens",
+    "scope", "n", "role", "model", "input_tokens", "output_tokens", "cache_read_tokens",
     "cache_write_tokens", "cost", "seconds", "error", "date",
 )  # fmt: skip
 
@@ -45,7 +45,12 @@ def sync(deps: Deps, upto: int) -> None:
     """Model calls and lessons that lie in the run's folder and not yet in the database."""
     run = deps.task.run
     calls = [
-        {**{k: c[k] for k in CALL_COLUMNS}, "prompt": c["prompt_blob"]} for c in deps.files.calls()
+        {
+            **{k: c[k] for k in CALL_COLUMNS},
+            "prompt": c["prompt_blob"],
+            "answer": deps.workspace.put(c["answer"]),
+        }
+        for c in deps.files.calls()
     ]
     deps.store.add_calls(run, calls)
     for round in range(1, upto + 1):

@@ -29,32 +29,40 @@ class Missing(LookupError):
     """A file that the record names is gone."""
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Atomic and durable: readers see the old content or the new. Raises OSError (a full disk)."""
+def write_bytes(path: Path, data: bytes, paid: bool = False) -> None:
+    """Atomic and durable: readers see the old content or the new. Raises OSError (a full disk).
+
+    `paid`: the name comes before the flush, so that as little as possible lies between a paid answer
+    and its file; a power cut may then leave an empty one, which reads as none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(prefix=".new-", dir=path.parent)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
+            if paid:
+                os.replace(temporary, path)
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if not paid:
+            os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, paid: bool = False) -> None:
     text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(), paid)
 
 
 def read_json(path: Path) -> Any:
-    """None if there is no such file."""
+    """None if there is no such file, or an empty one from a power cut."""
     try:
-        return json.loads(path.read_bytes())
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
+    return json.loads(data) if data else None
 
 
 @dataclass(frozen=True)
@@ -99,13 +107,15 @@ class RunFiles:
     def calls(self) -> Iterator[dict[str, Any]]:
         """Every finished model call, in a stable order."""
         for path in sorted((self.folder / "calls").glob("*.json")):
-            yield json.loads(path.read_bytes())
+            call = read_json(path)
+            if call is not None:
+                yield call
 
     def judgements(self) -> Iterator[dict[str, Any]]:
         """Every finished judgement, for the GPU-seconds spent."""
         for path in sorted((self.folder / "candidates").glob("*/[0-9]*-*.json")):
-            data = json.loads(path.read_bytes())
-            if "gpu_seconds" in data:
+            data = read_json(path)
+            if data and "gpu_seconds" in data:
                 yield data
 
 

@@ -83,7 +83,7 @@ class RecordedModel:
         row = self._row(prompt, completion, error)
         row |= {"n": self.calls - 1, "prompt_blob": asked, "seconds": time.monotonic() - began}
         if error is None or error.partial is not None:
-            write_json(path, row)
+            write_json(path, row, paid=True)
         if isinstance(error, (CreditError, AuthError)):
             reason = "credit" if isinstance(error, CreditError) else "auth"
             raise StopRun(reason, str(error)) from error
@@ -119,7 +119,7 @@ class RecordedModel:
     ) -> dict[str, Any]:
         return {
             "scope": self.scope, "role": prompt.role, "model": completion.model or self.name,
-            "prompt": prompt.sha256, "answer": self.clerk.workspace.put(completion.text),
+            "prompt": prompt.sha256, "answer": completion.text,
             "input_tokens": completion.usage.input_tokens,
             "output_tokens": completion.usage.output_tokens,
             "cache_read_tokens": completion.usage.cache_read_tokens,
@@ -133,8 +133,7 @@ class RecordedModel:
             row["input_tokens"], row["output_tokens"], row["cache_read_tokens"],
             row["cache_write_tokens"],
         )  # fmt: skip
-        text = self.clerk.workspace.text(row["answer"])
-        completion = Completion(text, usage, row["cost"], row["model"], row["seconds"])
+        completion = Completion(row["answer"], usage, row["cost"], row["model"], row["seconds"])
         if row["error"]:
             raise _failure(row["error"])(row["error"], completion)
         return completion

@@ -1,0 +1,103 @@
+"""What a process does that works on a run with fakes, to be killed.
+
+The fakes keep ledgers on disk (one line a model call and a judgement), which is how a test counts what
+was paid and done across processes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent import fakes
+from agent.book import Book
+from agent.config import RunSettings
+from agent.models.base import Completion, Estimate, Prompt, Schema, Usage
+from agent.models.llm import ModelProposer
+from agent.runner import Party, Run, Services, Session, advance, create, load_settings, make_ledger
+from agent.search import Limits
+from agent.workspace import Place
+from sandbox.jobs import JudgeJob
+from sandbox.verdict import Verdict
+from targets import base
+from targets.base import Options
+
+WAYS = [{"title": f"way {i}", "detail": "", "predicted_gain": 1.1, "parent": 0} for i in range(2)]
+PLAN = json.dumps({"directions": WAYS})
+
+
+@dataclass(frozen=True)
+class PaidModel:
+    """Answers depend on the prompt alone; each call is noted on disk as a provider would bill it."""
+
+    bill: Path
+    name: str = "paid"
+
+    def complete(self, prompt: Prompt, schema: Schema | None = None) -> Completion:
+        text = self._answer(prompt)
+        with self.bill.open("a") as file:
+            file.write(prompt.sha256 + "\n")
+        return Completion(text, Usage(100, 10), 0.01, self.name)
+
+    def estimate(self, prompt: Prompt) -> Estimate:
+        return Estimate(110, 0.01)
+
+    def _answer(self, prompt: Prompt) -> str:
+        if prompt.role == "plan":
+            return PLAN
+        if prompt.role == "reflect":
+            return '{"lessons": ["smaller is faster"]}'
+        number = int(prompt.sha256[:4], 16) % 40
+        mode = "compile_error" if prompt.role == "propose" and number % 4 == 0 else "passed"
+        extra = '# cost: a 2=0.97\nTUNABLES = {"a": (1, 2)}\n'
+        return f"```python\n{fakes.kernel(60 + number, mode, extra)}```\nPredicted gain: 1.1"
+
+
+@dataclass
+class CountingJudge(fakes.FakeJudge):
+    book: Path | None = None
+
+    def judge(self, job: JudgeJob) -> Verdict:
+        verdict = super().judge(job)
+        assert self.book is not None
+        with self.book.open("a") as file:
+            file.write(f"{job.artifact.name} {job.tier} {job.incumbent}\n")
+        return verdict
+
+
+@dataclass
+class Silent:
+    def say(self, text: str) -> None: ...
+    def round(self, number: int, candidates: list[int]) -> None: ...
+    def status(self, seq: int, text: str) -> None: ...
+    def verdict(self, seq: int, step: int, verdict: Verdict) -> None: ...
+    def promoted(self, seq: int, reason: str) -> None: ...
+
+
+def settings() -> RunSettings:
+    return RunSettings(
+        target="fake", options=Options("tiny"), device="cpu", arch="sm_90a", proposer="openai",
+        model="paid", k=2, tunings=1, limits=Limits(rounds=3, stop_at=None, patience=None),
+    )  # fmt: skip
+
+
+def work(folder: Path, run: str) -> None:
+    place = Place(folder / "runs.db", folder / "kernels_out")
+    found = load_settings(place, run)
+    judge = CountingJudge(delay=0.002, book=folder / "judged")
+    services = Services(fakes.FakeCompiler(folder / "jail", 0.002), judge, lambda: judge)
+    party = Party(ModelProposer("openai", Book()), PaidModel(folder / "bill"))
+    session = Session(place, Silent())
+    advance(Run(run, found, session, services, party, make_ledger(place, run, found)))
+
+
+def main(folder: Path) -> None:
+    base._TARGETS["fake"] = fakes.FakeTarget
+    name = folder / "run"
+    if not name.exists():
+        place = Place(folder / "runs.db", folder / "kernels_out")
+        fresh = folder / "run.new"
+        fresh.write_text(create(place, settings(), {}))
+        fresh.rename(name)
+    work(folder, name.read_text())

@@ -1,0 +1,140 @@
+"""Recorded calls: paid once, retried in one place, budgets before the call, typed failures with their reactions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent.budget import Ledger, spent_before
+from agent.models.base import (
+    AuthError,
+    Completion,
+    CreditError,
+    ModelError,
+    OverloadError,
+    Prompt,
+    RateError,
+    RefusalError,
+    StopRun,
+    TruncationError,
+    Usage,
+)
+from agent.models.calls import ATTEMPTS, Clerk
+from agent.models.scripted import ScriptedModel
+from agent.search import Limits
+from agent.workspace import Workspace
+
+PROMPT = Prompt("propose", "stable", "body", max_output_tokens=100)
+
+
+class Desk:
+    """A clerk over a scripted model, with the waits it asked for."""
+
+    def __init__(self, tmp: Path, answers: list[str | ModelError], **limits: float) -> None:
+        self.model = ScriptedModel({"propose": answers})
+        self.waits: list[float] = []
+        self.files = Workspace(tmp).run("r")
+        self.ledger = Ledger(Limits(**limits))  # type: ignore[arg-type]
+        self.clerk = Clerk(
+            self.model, Workspace(tmp), self.files, self.ledger, self._sleep, lambda: "now"
+        )
+
+    def _sleep(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        return False
+
+
+def test_a_finished_call_is_answered_from_disk(tmp_path: Path) -> None:
+    first = Desk(tmp_path, ["answer"])
+    assert first.clerk.scope("candidate-1").complete(PROMPT).text == "answer"
+    again = Desk(tmp_path, ["another"])
+    found = again.clerk.scope("candidate-1").complete(PROMPT)
+    assert (found.text, found.cost, again.model.prompts) == ("answer", 0.01, [])
+    assert spent_before(again.files, 60).usd == 0.01
+
+
+def test_another_prompt_or_number_is_a_new_call(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, ["a", "b", "c"])
+    scope = desk.clerk.scope("s")
+    assert [scope.complete(PROMPT).text, scope.complete(PROMPT).text] == ["a", "b"]
+    other = Prompt("propose", "stable", "other")
+    assert desk.clerk.scope("s").complete(other).text == "c"
+
+
+def test_a_rate_limit_waits_as_long_as_the_provider_says(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, [RateError("slow down", 7.0), OverloadError("busy"), "answer"])
+    assert desk.clerk.scope("s").complete(PROMPT).text == "answer"
+    assert desk.waits == [7.0, 2.0 * 2]
+
+
+def test_an_overloaded_provider_is_given_up_after_a_while(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, [OverloadError("busy")])
+    with pytest.raises(OverloadError):
+        desk.clerk.scope("s").complete(PROMPT)
+    assert len(desk.model.prompts) == ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(CreditError("balance"), "credit"), (AuthError("401"), "auth")]
+)
+def test_credit_and_key_stop_the_run(tmp_path: Path, error: ModelError, reason: str) -> None:
+    desk = Desk(tmp_path, [error])
+    with pytest.raises(StopRun) as stop:
+        desk.clerk.scope("s").complete(PROMPT)
+    assert stop.value.reason == reason
+    assert desk.waits == []
+
+
+def test_a_truncated_answer_is_paid_and_fails_the_same_way_on_resume(tmp_path: Path) -> None:
+    partial = Completion("half", Usage(10, 20), 0.5, "m")
+    desk = Desk(tmp_path, [TruncationError("cut", partial)])
+    with pytest.raises(TruncationError):
+        desk.clerk.scope("s").complete(PROMPT)
+    assert desk.ledger.spent.usd == 0.5
+    again = Desk(tmp_path, ["never asked"])
+    with pytest.raises(TruncationError) as found:
+        again.clerk.scope("s").complete(PROMPT)
+    assert found.value.partial is not None and found.value.partial.text == "half"
+    assert again.model.prompts == []
+
+
+def test_a_refusal_without_usage_leaves_no_call(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, [RefusalError("no")])
+    with pytest.raises(RefusalError):
+        desk.clerk.scope("s").complete(PROMPT)
+    assert list(desk.files.calls()) == []
+
+
+def test_a_call_that_would_break_the_budget_is_not_made(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, ["answer"], usd=0.015)
+    scope = desk.clerk.scope("s")
+    scope.complete(PROMPT)
+    with pytest.raises(StopRun) as stop:
+        scope.complete(PROMPT)
+    assert stop.value.reason == "usd"
+    assert len(desk.model.prompts) == 1
+
+
+def test_calls_in_flight_count_against_the_budget() -> None:
+    from agent.search import Spent
+
+    ledger = Ledger(Limits(usd=1.0))
+    with ledger.reserve(Spent(usd=0.7)) as use:
+        with pytest.raises(StopRun), ledger.reserve(Spent(usd=0.4)):
+            pass
+        use(Spent(usd=0.1))
+    with ledger.reserve(Spent(usd=0.4)):
+        pass
+    assert ledger.spent.usd == pytest.approx(0.1)
+
+
+def test_the_clock_ends_a_run_across_sessions() -> None:
+    from agent.search import Spent
+
+    seconds = [0.0]
+    ledger = Ledger(Limits(minutes=2.0), Spent(minutes=1.0), clock=lambda: seconds[0])
+    ledger.check()
+    seconds[0] = 61.0
+    with pytest.raises(StopRun):
+        ledger.check()

@@ -1,0 +1,103 @@
+"""A run killed at random points and resumed ends with the same record as one left alone, and pays nothing twice."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.store import Queries, Store
+from agent.workspace import Workspace
+from tests.agent import child
+
+# What a run is, without its name, its times and its dates.
+TABLES = {
+    "candidates": "seq, round, direction, note, predicted_gain, source, tunables, artifact, status,"
+    " outcome, duplicate_of, message",
+    "verdicts": "step, artifact, tier, status, outcome, trust, origin, tunables, rule, message",
+    "measurements": "us, speedup_incumbent, incumbent_low, incumbent_high",
+    "lessons": "round, n, text",
+    "decisions": "round, kind, reason",
+    "model_calls": "scope, n, role, model, answer, input_tokens, output_tokens, cost, error",
+    "runs": "state, stop, incumbent, rounds",
+}
+
+
+def start(folder: Path) -> BaseProcess:
+    """A forked child that has everything imported: a kill meets the run, not the start of Python."""
+    folder.mkdir(exist_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=child.main, args=(folder,))
+    process.start()
+    return process
+
+
+def finish(folder: Path) -> float:
+    """Let a child work to the end; returns the seconds it took."""
+    began = time.monotonic()
+    process = start(folder)
+    process.join(120)
+    assert process.exitcode == 0
+    return time.monotonic() - began
+
+
+def record(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    store = Store(folder / "runs.db")
+    queries = Queries(store, Workspace.beside(store.path))
+    order = {"candidates": "seq", "verdicts": "candidate, step, tier", "measurements": "verdict"}
+    return {
+        table: queries.rows(f"select {what} from {table} order by {order.get(table, what)}")
+        for table, what in TABLES.items()
+    }
+
+
+def winners(folder: Path) -> list[str]:
+    return sorted(p.read_text() for p in (folder / "kernels_out").glob("*/*/*/kernel.py"))
+
+
+def kill_and_compare(tmp_path: Path, kills: int, seed: int) -> None:
+    alone = tmp_path / "alone"
+    lasts = finish(alone)
+    expected = record(alone)
+    assert len(expected["candidates"]) == 7
+    assert any(v["tier"] == "promote" for v in expected["verdicts"])
+    rng = random.Random(seed)
+    killed = trial = twice = 0
+    while killed < kills:
+        trial += 1
+        folder = tmp_path / f"killed-{trial}"
+        for _ in range(min(4, kills - killed)):
+            process = start(folder)
+            time.sleep(rng.uniform(0, lasts / 2))
+            if process.exitcode is not None:
+                break
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            killed += 1
+        finish(folder)
+        assert record(folder) == expected
+        assert winners(folder) == winners(alone)
+        twice += len((folder / "bill").read_text().split()) - len(expected["model_calls"])
+    # Between a provider's bill and our file lies one rename, which no program can close.
+    assert twice <= 1
+
+
+def test_killed_a_few_times_it_ends_with_the_record_of_one_left_alone(tmp_path: Path) -> None:
+    kill_and_compare(tmp_path, 4, seed=3)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_it_ends_with_the_record_of_one_left_alone(tmp_path: Path) -> None:
+    kill_and_compare(tmp_path, 20, seed=7)
+
+
+@pytest.fixture(autouse=True)
+def fake_target() -> None:
+    """The child registers its own."""
