@@ -1,0 +1,158 @@
+"""Proposals and verdicts from outside: the folder, stopping without a proposal, verdicts judged elsewhere."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import fakes
+from agent.elsewhere import FolderJudge, accept, read_verdict
+from agent.fakes import kernel
+from agent.models.external import External, offer
+from agent.models.replay import Replay
+from agent.models.scripted import ScriptedProposer
+from agent.runner import Party, Run, Services, Session, advance, load_settings, make_ledger
+from agent.search import Limits
+from sandbox.jobs import JudgeJob
+from sandbox.strict import Malformed
+from sandbox.verdict import Tier
+
+LIMITS = Limits(rounds=None, candidates=2, stop_at=None, patience=None)
+
+
+def external(kit: Any, folder: Path, wait: bool = False) -> External:
+    return External(
+        folder, kit.place.workspace, wait, threading.Event().wait, kit.reporter.say, lambda: None
+    )
+
+
+def test_a_run_without_a_proposal_stops_and_resume_takes_the_next_one(
+    kit: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "outside"
+    run = kit.new(proposer="external", limits=LIMITS)
+    first = kit.go(run, external(kit, folder))
+    assert first.how == "waiting"
+    assert "candidate.py" in first.waiting[0]
+    assert kit.queries.run(run)["state"] == "waiting"
+    assert (folder / "best.py").read_text() == fakes.SEED
+    assert "Predicted gain" in (folder / "task.md").read_text()
+    assert json.loads((folder / "signature.json").read_text())["buffers"][0]["name"] == "inputs.x"
+
+    offer(folder, kernel(80), {"note": "mine", "predicted_gain": 1.2})
+    second = kit.go(run, external(kit, folder))
+    assert (second.how, second.incumbent) == ("waiting", 1)
+    assert not (folder / "candidate.py").exists()
+    assert (folder / "taken" / "1.py").read_text() == kernel(80)
+    row = kit.queries.candidates(run)[1]
+    assert (row["note"], row["predicted_gain"], row["outcome"]) == ("mine", 1.2, "better")
+    assert "| 1 | 0 | better (promoted) | 80.00 |" in (folder / "feedback.md").read_text()
+
+    offer(folder, kernel(100, "wrong"))
+    third = kit.go(run, external(kit, folder))
+    assert (third.how, third.stop, third.incumbent) == ("review", "candidates", 1)
+    assert "ends as wrong" in (folder / "feedback.md").read_text()
+    assert json.loads((folder / "history" / "2.json").read_text())["status"] == "wrong"
+
+
+def test_claims_in_the_docstring_are_read(kit: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "outside"
+    run = kit.new(proposer="external", limits=replace(LIMITS, candidates=1))
+    kit.go(run, external(kit, folder))
+    offer(folder, kernel(80))
+    kit.go(run, external(kit, folder))
+    assert kit.queries.candidates(run)[1]["predicted_gain"] == 1.1
+
+
+def test_a_waiting_run_takes_a_file_that_appears_later(kit: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "outside"
+    run = kit.new(proposer="external", limits=replace(LIMITS, candidates=1))
+    timer = threading.Timer(0.5, offer, (folder, kernel(80)))
+    timer.start()
+    ended = kit.go(run, external(kit, folder, wait=True))
+    timer.join()
+    assert ended.incumbent == 1
+
+
+def test_an_unreadable_proposal_is_rejected_and_the_run_goes_on(kit: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "outside"
+    run = kit.new(proposer="external", limits=LIMITS)
+    kit.go(run, external(kit, folder))
+    offer(folder, kernel(80))
+    (folder / "candidate.json").write_text("[1, 2")
+    ended = kit.go(run, external(kit, folder))
+    assert ended.how == "waiting"
+    assert kit.queries.candidates(run)[1]["status"] == "rejected"
+
+
+def test_replay_judges_a_recorded_runs_proposals_again(kit: Any) -> None:
+    first = kit.optimize([kernel(80), kernel(70)], limits=Limits(rounds=2, stop_at=None))
+    rows = kit.queries.candidates(first.run)
+    run = kit.new(proposer="replay", limits=Limits(rounds=9, stop_at=None))
+    ended = kit.go(run, Replay(rows, kit.place.workspace))
+    assert (ended.stop, ended.incumbent) == ("exhausted", 2)
+    again = kit.queries.candidates(run)
+    assert [r["source"] for r in again] == [r["source"] for r in rows]
+
+
+class Elsewhere:
+    """A run whose verdicts come from another host, and that host."""
+
+    def __init__(self, kit: Any) -> None:
+        self.kit = kit
+        self.run = kit.new(limits=Limits(rounds=1, stop_at=None))
+        self.files = kit.place.workspace.run(self.run)
+        self.proposer = ScriptedProposer([kernel(80)])
+
+    def go(self) -> Any:
+        judge = FolderJudge(self.files)
+        services = Services(self.kit.compiler, judge, lambda: judge)
+        settings = load_settings(self.kit.place, self.run)
+        session = Session(self.kit.place, self.kit.reporter)
+        ledger = make_ledger(self.kit.place, self.run, settings)
+        return advance(Run(self.run, settings, session, services, Party(self.proposer), ledger))
+
+    def request(self) -> JudgeJob:
+        names = {p.name for p in (self.files.folder / "requests").iterdir()}
+        taken = {p.name for p in (self.files.folder / "imported").glob("*")}
+        (name,) = names - taken
+        r = json.loads((self.files.folder / "requests" / name).read_text())
+        return JudgeJob(
+            Path(r["artifact"]), r["target"], r["options"], r["device"], Tier(r["tier"]),
+            Path(r["incumbent"]) if r["incumbent"] else None, compile_isolation=r["compile_isolation"],
+        )  # fmt: skip
+
+
+def test_a_run_is_judged_elsewhere_step_by_step(kit: Any) -> None:
+    run = Elsewhere(kit)
+    for tier in (Tier.SCREEN, Tier.SCREEN, Tier.PROMOTE):
+        ended = run.go()
+        assert ended.how == "waiting"
+        job = run.request()
+        assert job.tier is tier
+        assert accept(run.files, fakes.FakeJudge().judge(job))
+    ended = run.go()
+    assert (ended.how, ended.incumbent) == ("review", 1)
+
+
+def test_a_verdict_of_another_artifact_or_device_is_not_taken(kit: Any) -> None:
+    run = Elsewhere(kit)
+    run.go()
+    verdict = fakes.FakeJudge().judge(run.request())
+    assert not accept(run.files, replace(verdict, artifact="0" * 64))
+    with pytest.raises(Malformed, match="device"):
+        accept(run.files, replace(verdict, device={"kind": "cuda"}))
+    assert run.go().how == "waiting"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 1}', '{"schema": 1, "status": "passed"}'])
+def test_a_malformed_verdict_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "v.json"
+    path.write_text(text)
+    with pytest.raises(Malformed):
+        read_verdict(path)

@@ -1,0 +1,126 @@
+"""Who may import whom, read from the syntax trees: the borders of the project."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+AGENT = sorted((ROOT / "agent").rglob("*.py"))
+SANDBOX = sorted((ROOT / "sandbox").rglob("*.py"))
+# The sandbox's modules that the agent may see: data, and clients that start processes.
+OPEN = {
+    "sandbox.artifact", "sandbox.artifact_store", "sandbox.verdict", "sandbox.jobs", "sandbox.strict",
+    "sandbox.dtypes", "sandbox.compile_client", "sandbox.judge_client",
+}  # fmt: skip
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports anywhere in it, without those for type checking only."""
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skipped.update(n for child in node.body for n in ast.walk(child))
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def heads(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(path)}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def is_module(name: str) -> bool:
+    file = ROOT / (name.replace(".", "/") + ".py")
+    return file.is_file() or (file.with_suffix("") / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("path", AGENT, ids=name_of)
+def test_the_agent_imports_no_gpu_library_and_no_compile_or_judge_code(path: Path) -> None:
+    assert not heads(path) & {"torch", "cutlass", "cuda", "llvmlite", "numpy"}
+    seen = {n for n in imported(path) if n.startswith("sandbox.") and is_module(n)}
+    assert seen <= OPEN
+
+
+@pytest.mark.parametrize("path", AGENT, ids=name_of)
+def test_each_library_stays_where_it_belongs(path: Path) -> None:
+    name, used = name_of(path), heads(path)
+    if "langgraph" in used:
+        assert name == "agent/graph.py"
+    if used & {"openai", "anthropic", "genai_prices"}:
+        assert name.startswith("agent/models/")
+    if used & {"sqlite_utils"}:
+        assert name.startswith("agent/store/")
+    if "click" in used:
+        assert name == "agent/cli.py" or name.startswith("agent/commands/")
+    if "rich" in used:
+        assert name == "agent/render.py" or name.startswith("agent/commands/")
+
+
+@pytest.mark.parametrize("path", SANDBOX, ids=name_of)
+def test_the_sandbox_knows_nothing_of_the_agent(path: Path) -> None:
+    assert not heads(path) & {
+        "agent",
+        "prompts",
+        "langgraph",
+        "openai",
+        "anthropic",
+        "click",
+        "rich",
+    }
+
+
+@pytest.mark.parametrize("path", [p for p in SANDBOX if "/compile/jail/" in str(p)], ids=name_of)
+def test_the_jail_knows_nothing_of_targets_or_judge(path: Path) -> None:
+    assert not heads(path) & {"targets", "torch"}
+
+
+def test_search_is_pure() -> None:
+    used = heads(ROOT / "agent" / "search.py")
+    assert not used & {"time", "datetime", "os", "pathlib", "random", "secrets", "sqlite3", "agent"}
+
+
+def test_clients_start_processes_and_import_no_service() -> None:
+    for client in ("compile_client", "judge_client", "jobs"):
+        for name in imported(ROOT / "sandbox" / f"{client}.py"):
+            assert not name.startswith(("sandbox.compile.", "sandbox.judge.", "sandbox.devices"))
+            assert name.split(".")[0] != "torch"
+
+
+def test_only_record_and_the_commands_write_to_the_store() -> None:
+    allowed = {
+        "agent/record.py", "agent/runner.py", "agent/offline.py", "agent/commands/judge.py",
+        "agent/store/store.py",
+    }  # fmt: skip
+    for path in AGENT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in {
+                "add_run", "set_run", "add_candidates", "add_verdict", "add_calls", "add_lessons",
+                "add_decision",
+            }:  # fmt: skip
+                assert name_of(path) in allowed
+
+
+def test_no_pickle_and_no_side_effects_of_importing_the_command_line() -> None:
+    for path in [*AGENT, *SANDBOX]:
+        assert not heads(path) & {"pickle", "marshal", "shelve", "dill"}
+    assert importlib.util.find_spec("agent.cli") is not None
+
+
+def test_every_module_says_what_it_is() -> None:
+    for path in AGENT:
+        assert ast.get_docstring(ast.parse(path.read_text())), name_of(path)
