@@ -89,8 +89,8 @@ class ProcessGuard:
             return None
         members = procfs.tree(self.child.pid)
         broken = self._memory(members) or self._disk(members)
-        if broken is None and len(members) > self.limits.processes:
-            broken = Broken("processes", f"more than {self.limits.processes} processes")
+        if broken is None and sum(map(procfs.threads, members)) > self.limits.processes:
+            broken = Broken("processes", f"more than {self.limits.processes} processes and threads")
         # a slow look (a scratch folder full of files) must not become the load itself
         self._next = now + max(WATCH_S, 5 * (time.monotonic() - now))
         return broken

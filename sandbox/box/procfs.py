@@ -42,6 +42,11 @@ def alive(pid: int) -> bool:
     return status(pid).get("State", "Z")[:1] not in ("Z", "X")
 
 
+def threads(pid: int) -> int:
+    """Number of threads; 0 when gone."""
+    return int(status(pid).get("Threads", "0"))
+
+
 def resident(pid: int) -> int:
     """Resident bytes; 0 when gone."""
     try:

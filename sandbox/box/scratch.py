@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from pathlib import Path
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make(uid: int) -> str:
@@ -44,25 +45,49 @@ def measure(folder: str, most_bytes: int, most_entries: int) -> tuple[int, int]:
 
 
 def wipe(folder: str) -> None:
-    """Remove `folder` and all below it, however deep; folders are lifted to the top one by one, so depth costs nothing.
+    """Remove `folder` and all below it: closed folders are opened, links not followed, any depth needs one descriptor.
 
     Call it only when no process of the box is left. Raises OSError when something cannot be removed.
     """
     if not os.path.isdir(folder):
         return
-    serial = 0
-    while entries := list(os.scandir(folder)):
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
+    fd = os.open(folder, FOLDER)
+    try:
+        pending = [
+            ("", _unlink_files(fd))
+        ]  # from `folder` down to fd: a name, and folders in it that still stand
+        while True:
+            name, below = pending[-1]
+            if below:
+                child = below.pop()
+                os.chmod(child, stat.S_IRWXU, dir_fd=fd)
+                fd = _move(fd, child)
+                pending.append((child, _unlink_files(fd)))
                 continue
-            os.chmod(entry.path, stat.S_IRWXU)
-            for below in list(os.scandir(entry.path)):
-                if below.is_dir(follow_symlinks=False):
-                    os.chmod(below.path, stat.S_IRWXU)
-                    serial += 1
-                    os.rename(below.path, Path(folder) / f"..lifted{serial}")
-                else:
-                    os.unlink(below.path)
-            os.rmdir(entry.path)
+            pending.pop()
+            if not pending:
+                break
+            fd = _move(fd, "..")
+            os.rmdir(name, dir_fd=fd)
+    finally:
+        os.close(fd)
     os.rmdir(folder)
+
+
+def _unlink_files(fd: int) -> list[str]:
+    """Remove all but folders from an open folder; returns the folders."""
+    below = []
+    with os.scandir(fd) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                below.append(entry.name)
+            else:
+                os.unlink(entry.name, dir_fd=fd)
+    return below
+
+
+def _move(fd: int, name: str) -> int:
+    """The folder `name` of an open folder, which is closed when there is one."""
+    found = os.open(name, FOLDER, dir_fd=fd)
+    os.close(fd)
+    return found

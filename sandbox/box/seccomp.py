@@ -1,7 +1,7 @@
 """The two seccomp programs, built as classic BPF without a library.
 
 `box_filter` goes on everything in a box: no socket but AF_UNIX, no namespaces, mounts, tracing, io_uring, keyrings
-or kernel settings. `compile_filter` goes on top where no GPU is needed: no fork, exec, socket, signal, memory file, link.
+or kernel settings. `compile_filter` goes on top where no GPU is needed: no fork, exec, signal, memory file or link.
 What is not named is allowed, so neither guards files: that is for namespaces or Landlock.
 """
 

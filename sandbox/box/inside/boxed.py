@@ -15,11 +15,13 @@ Nothing here protects the worker from the candidate that it runs: whatever leave
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import resource
 import struct
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,7 +66,13 @@ def ready(facts: Mapping[str, Any] | None = None) -> None:
 
 
 def send(body: Mapping[str, Any], blocks: Blocks | None = None) -> None:
-    """One frame on the result pipe. Raises OSError when the parent is gone, ValueError for NaN or infinity."""
+    """One frame on the result pipe. Raises OSError when the parent is gone, ValueError for NaN or infinity.
+
+    What was printed before is flushed first: after its result a worker is killed, not asked to end.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a candidate may have put anything there
+            stream.flush()
     _write(int(os.environ["BOX_RESULT_FD"]), encode(body, blocks or {}))
 
 

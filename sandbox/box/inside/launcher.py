@@ -59,7 +59,10 @@ def join_cgroups(files: list[str]) -> None:
 
 def set_limits(limits: dict[str, int]) -> None:
     for name, value in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        hard = (
+            value + 1 if name == "CPU" else value
+        )  # at the hard limit of it there is only SIGKILL
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, hard))
 
 
 def drop_uid(uid: int) -> None:

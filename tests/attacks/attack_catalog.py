@@ -1,0 +1,249 @@
+"""Every attack: what shows that it got through, and where it is known to.
+
+`through` returns what got through, or "" when the attack was stopped. The same function judges the box and the control
+without one, so an attack that shows nothing cannot pass as stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Outcome = dict[str, Any]
+Through = Callable[[Outcome], str]
+
+# Ways in which an attack is known to get through, as the tier's sentence tells its users.
+SHARED = frozenset({"seccomp", "weak"})  # /tmp and /dev/shm are everybody's
+SAME_USER = frozenset({"weak"})  # the box has the user's own rights on files
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`control`: as whom it gets through without a box: any user, root alone, or nobody (`why_no_control`)."""
+
+    name: str
+    through: Through
+    control: str = "any"
+    why_no_control: str = ""
+    open_in: frozenset[str] = frozenset()
+    runs: int = 1
+    deadline_s: float = 8.0
+    slow: bool = False
+    expect: tuple[str, ...] = ()
+    ran: str = "RAN "
+
+
+def text(outcome: Outcome) -> str:
+    """All that came back from the box."""
+    return f"{outcome['output']}\n{outcome['body']}\n{outcome['detail']}"
+
+
+def lines(outcome: Outcome, start: str) -> list[str]:
+    return [line for line in text(outcome).splitlines() if line.startswith(start)]
+
+
+def got(outcome: Outcome) -> str:
+    """The script's own word, for what nothing else can show."""
+    return "; ".join(lines(outcome, "GOT "))
+
+
+def got_but(*harmless: str) -> Through:
+    return lambda o: "; ".join(x for x in lines(o, "GOT ") if x[4:] not in harmless)
+
+
+def says(what: str) -> Through:
+    """A planted secret is in something that came back."""
+    return lambda o: f"the planted {what} came back" if o["planted"][what] in text(o) else ""
+
+
+def found_token(outcome: Outcome) -> str:
+    return "; ".join(lines(outcome, "FOUND ") + lines(outcome, "GOT "))
+
+
+def network(*kinds: str) -> Through:
+    return lambda o: ", ".join(k for k in kinds if o["evidence"]["network"][k])
+
+
+def victim_died(outcome: Outcome) -> str:
+    return "" if outcome["evidence"]["victim"] else "the planted process was killed"
+
+
+def victim_changed(outcome: Outcome) -> str:
+    changed = outcome["evidence"]["victim_changed"] or not outcome["evidence"]["victim"]
+    return "the planted process was changed" if changed else ""
+
+
+def traced(outcome: Outcome) -> str:
+    return got(outcome) or victim_changed(outcome)
+
+
+def left_process(outcome: Outcome) -> str:
+    return "a process outlived the run" if outcome["evidence"]["processes"] else ""
+
+
+def flooded(outcome: Outcome) -> str:
+    return got(outcome) or left_process(outcome)
+
+
+def left_files(outcome: Outcome) -> str:
+    return ", ".join(outcome["evidence"]["files"])
+
+
+def filled(outcome: Outcome) -> str:
+    return got(outcome) or left_files(outcome)
+
+
+def left_objects(outcome: Outcome) -> str:
+    left = outcome["evidence"]["sysv"] + outcome["evidence"]["files"]
+    return ", ".join(left) or got_but("/dev/shm file")(outcome)
+
+
+def poisoned(outcome: Outcome) -> str:
+    return "; ".join(lines(outcome, "EARLIER ")) or left_files(outcome)
+
+
+def touched_file(outcome: Outcome) -> str:
+    if not outcome["evidence"]["file_intact"]:
+        return "the planted file is gone or changed"
+    return says("text")(outcome)
+
+
+def forged(outcome: Outcome) -> str:
+    evidence = outcome["evidence"]
+    return "the record is in the " + ("file" if evidence["result_file"] else "pipe") if (
+        evidence["result_file"] or evidence["victim_pipe"]
+    ) else ""  # fmt: skip
+
+
+def overran(limit_s: float) -> Through:
+    def through(outcome: Outcome) -> str:
+        late = outcome.get("took", outcome["seconds"]) > limit_s
+        return got(outcome) or ("it ran past its deadline" if late else left_process(outcome))
+
+    return through
+
+
+def believed(outcome: Outcome) -> str:
+    """A result that nobody computed: success by output and exit status, or an answer that a careless reader takes."""
+    if outcome["reason"] == "bare":
+        status = outcome["detail"] == "exit status 0" and "passed" in outcome["output"].lower()
+        return "exit status 0 and PASSED" if status else ""
+    return "" if outcome["body"] is None else f"a frame was read: {outcome['body']}"
+
+
+def misread(outcome: Outcome) -> str:
+    """An answer that the frame reader must refuse; without it a careless reader takes it, or breaks on it."""
+    if outcome["reason"] == "bare":
+        return outcome["naive"] if outcome["naive"] != "nothing" else ""
+    if outcome["evidence"]["files"]:
+        return "reading it ran its code"
+    return "" if outcome["body"] is None else f"a frame was read: {outcome['body']}"
+
+
+def hung_reader(outcome: Outcome) -> str:
+    """The reader waited for a process that the worker left, or was left with it."""
+    late = outcome.get("took", outcome["seconds"]) > 4
+    return left_process(outcome) or ("the reader waited" if late else "")
+
+
+def grew(most_mb: int) -> Through:
+    def through(outcome: Outcome) -> str:
+        if outcome["grown_mb"] > most_mb:
+            return f"the parent grew by {outcome['grown_mb']} MB"
+        dirty = [c for c in outcome["output"] if not (c.isprintable() or c in "\n\t")]
+        return f"control characters came back: {dirty[:3]}" if dirty else ""
+
+    return through
+
+
+def lied(outcome: Outcome) -> str:
+    """Claims may say anything; what is ours (isolation, the next job) must not move."""
+    if outcome["reason"] == "bare":
+        return got(outcome)
+    stored = outcome["isolation"]
+    return (
+        ""
+        if outcome["honest"] and set(stored) >= {"tier", "uid"} and stored["uid"]
+        else "our record moved"
+    )
+
+
+def emulated(outcome: Outcome) -> str:
+    return got(outcome)
+
+
+_OWN = "it acts on the process itself; there is nothing to shed without a box"
+_TIME = ("timeout",)
+_MALFORMED, _OVERSIZED = ("malformed",), ("oversized",)
+
+ATTACKS = (
+    # secrets
+    Attack("environment_keys", says("key")),
+    Attack("home_file", says("text"), open_in=SAME_USER),
+    Attack("inherited_descriptors", says("text")),
+    Attack("other_memory", found_token),
+    Attack("file_handles", got, control="root"),
+    Attack("keyrings", got, runs=2),
+    # network
+    Attack("tcp_and_udp", network("tcp", "udp")),
+    Attack("socket_families", got),
+    Attack("abstract_socket", network("abstract")),
+    Attack("named_socket", network("named")),
+    Attack("kernel_interfaces", got),
+    # escape
+    Attack("double_fork", left_process),
+    Attack("pipe_holder", hung_reader),
+    Attack("kill_by_number", victim_died),
+    Attack("kill_by_mark", victim_died),
+    Attack("kill_by_input", victim_died),
+    Attack("trace_attach", traced),
+    Attack("other_code", got),
+    Attack("other_limits", victim_changed),
+    Attack("links_outside", touched_file, open_in=SAME_USER),
+    Attack("deep_folders", lambda o: o["left"]),
+    Attack("own_code", got_but("own code"), control="root"),
+    Attack("new_namespaces", got),
+    Attack("mounts", got, control="root"),
+    Attack("devices", got, control="root"),
+    Attack("become_root", got),
+    Attack("foreign_calls", got, control="x86_64"),
+    Attack("shed_filters", got, control="nobody", why_no_control=_OWN),
+    Attack("real_time", got, control="root"),
+    Attack("poison_next", poisoned, runs=2, open_in=SHARED),
+    Attack("shared_memory_left", left_objects, open_in=SHARED),
+    # floods
+    Attack("process_flood", flooded),
+    Attack("thread_flood", got),
+    Attack("memory_hog", got),
+    Attack("memory_in_parts", flooded),
+    Attack("memory_files", got),
+    Attack("shm_fill", filled, open_in=SHARED),
+    Attack("disk_fill", filled, open_in=SHARED),
+    Attack("big_file", got),
+    Attack("file_flood", got),
+    Attack("descriptor_flood", got, control="nobody", why_no_control="the machine's own limit varies"),
+    Attack("output_flood", grew(24), ran="AAAA"),
+    Attack("endless_output", overran(5), deadline_s=3.0, ran="BBBB"),
+    Attack("endless_loop", overran(4), deadline_s=2.0, expect=_TIME),
+    Attack("ignore_signals", overran(4), deadline_s=2.0, expect=_TIME),
+    Attack("sleep_on", overran(4), deadline_s=2.0, expect=_TIME),
+    # forged results
+    Attack("fake_pass", believed, expect=("closed",)),
+    Attack("early_exit", misread, expect=("closed",)),
+    Attack("forged_records", forged),
+    Attack("patched_worker", lied, control="nobody", why_no_control="there is no worker to patch"),
+    Attack("raw_pickle", misread, expect=_MALFORMED + _OVERSIZED),
+    Attack("raw_header_size", misread, expect=_OVERSIZED),
+    Attack("raw_block_size", misread, expect=_OVERSIZED),
+    Attack("raw_block_sum", misread, expect=_OVERSIZED),
+    Attack("raw_names", misread, expect=_MALFORMED),
+    Attack("raw_twice", misread, expect=_MALFORMED),
+    Attack("raw_nan", misread, expect=_MALFORMED),
+    Attack("raw_keys", misread, expect=_MALFORMED),
+    Attack("raw_depth", misread, expect=_MALFORMED),
+    Attack("raw_number", misread, expect=_MALFORMED),
+    Attack("raw_bytes", misread, expect=_MALFORMED),
+    Attack("raw_drip", overran(4), deadline_s=2.0, expect=_TIME),
+    Attack("raw_stream", overran(4)),
+)  # fmt: skip

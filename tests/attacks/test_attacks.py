@@ -1,0 +1,108 @@
+"""Every attack in every tier that this machine offers, as root and as an ordinary user, and without a box.
+
+Judged by evidence from outside (`attack_world.py`); after each attack an honest job must work in the same tier. The
+control runs the same source in a careless harness and must get through: an attack that shows nothing proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from attack_catalog import ATTACKS, Attack
+from sandbox.box import syscalls
+
+ME = "root" if os.getuid() == 0 else "user"
+ROOT_WAYS = ("strict A", "strict B", "landlock", "seccomp")
+USER_WAYS = ("strict A", "landlock", "weak")
+BY_NAME = {attack.name: attack for attack in ATTACKS}
+# Without the compile filter, as ptxas and the judge run: what is left when a worker may fork and send signals.
+TOOL_ATTACKS = (
+    "environment_keys", "home_file", "inherited_descriptors", "other_memory", "file_handles", "keyrings", "tcp_and_udp",
+    "socket_families", "abstract_socket", "kernel_interfaces", "double_fork", "pipe_holder", "kill_by_number",
+    "kill_by_mark", "kill_by_input", "trace_attach", "other_code", "other_limits", "links_outside", "deep_folders",
+    "new_namespaces", "mounts", "devices", "become_root", "foreign_calls", "process_flood", "thread_flood",
+    "memory_hog", "memory_in_parts", "memory_files", "shm_fill", "disk_fill", "shared_memory_left", "forged_records",
+)  # fmt: skip
+
+
+def run(client: Any, attack: Attack, way: str) -> dict[str, Any]:
+    if client.problem:
+        pytest.skip(client.problem)
+    request = {
+        "attack": attack.name,
+        "way": way,
+        "runs": attack.runs,
+        "deadline_s": attack.deadline_s,
+    }
+    outcome = client.ask(request)
+    if "missing" in outcome:
+        pytest.skip(f"this machine does not offer {way}; it offers {', '.join(outcome['ways'])}")
+    assert attack.ran in outcome["output"], f"the attack did not run: {outcome}"
+    return outcome
+
+
+def judge(attack: Attack, tier: str, outcome: dict[str, Any]) -> None:
+    """Stopped, by what was expected, nothing left, and the next job is as if nothing had happened."""
+    if tier not in attack.open_in:
+        assert attack.through(outcome) == "", (
+            f"{attack.name} got through: {outcome['output'][-2000:]}"
+        )
+    if attack.expect:
+        assert outcome["reason"] in attack.expect, outcome["detail"]
+    assert outcome["left"] == ""
+    assert outcome["honest"], f"an honest job failed afterwards: {outcome['honest_said']}"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_strongest_tier_stops(name: str, drivers: Any) -> None:
+    client = drivers(ME)
+    way = client.facts["ways"][0] if not client.problem else ""
+    judge(BY_NAME[name], way.split()[0] if way else "", run(client, BY_NAME[name], way))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("way", ROOT_WAYS)
+def test_started_by_root(name: str, way: str, drivers: Any) -> None:
+    judge(BY_NAME[name], way.split()[0], run(drivers("root"), BY_NAME[name], way))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("way", USER_WAYS)
+def test_started_by_an_ordinary_user(name: str, way: str, drivers: Any) -> None:
+    judge(BY_NAME[name], way.split()[0], run(drivers("user"), BY_NAME[name], way))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOOL_ATTACKS)
+@pytest.mark.parametrize("way", ["root/strict A", "root/strict B", "user/strict A"])
+def test_without_the_compile_filter(name: str, way: str, drivers: Any) -> None:
+    user, tier = way.split("/")
+    judge(BY_NAME[name], "strict", run(drivers(user), BY_NAME[name], f"{tier} tool"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("user", ["root", "user"])
+def test_control_without_a_box_gets_through(name: str, user: str, drivers: Any) -> None:
+    attack = BY_NAME[name]
+    if attack.control == "nobody":
+        pytest.skip(attack.why_no_control)
+    if attack.control == "root" and user != "root":
+        pytest.skip("needs root's powers")
+    if attack.control == "x86_64" and syscalls.machine() != "x86_64":
+        pytest.skip("needs the 32-bit entry of x86_64")
+    outcome = run(drivers(user), attack, "bare")
+    assert attack.through(outcome), f"{name} shows nothing without a box: {outcome}"
+
+
+def test_there_are_enough_attacks_and_each_has_a_source() -> None:
+    from pathlib import Path
+
+    sources = {path.stem for path in (Path(__file__).parent / "sources").glob("*.py")}
+    assert sources == set(BY_NAME)
+    assert len(BY_NAME) >= 40

@@ -1,0 +1,3 @@
+"""Ends before READY with a message."""
+
+raise SystemExit("the interpreter is broken")
