@@ -53,6 +53,7 @@ def _enter(place: Place) -> dict[str, Any]:
     """Confine this process and let it see one GPU. Returns what the verdict says of its isolation."""
     if place.gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbers as nvidia-smi has them
     return confine(place.parent)
 
 

@@ -12,6 +12,7 @@ child along.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import signal
@@ -122,6 +123,8 @@ def warm(*entries: str) -> list[Any]:
         raise RuntimeError(
             "importing the judge opened CUDA; children of this process could not use it"
         )
+    gc.collect()
+    gc.freeze()  # children share these pages as long as nobody writes to them
     return found
 
 
@@ -146,6 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     # Availability checks must not call cuInit in this process: a context does not survive fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # Machine code is kept, so that an incumbent is not assembled again for each of its rivals.
+    os.environ.setdefault("KERNELGEN_CACHE", str(options.state.resolve() / "cache"))
     begin = time.monotonic()
     channel = Channel(read_fd, write_fd)
     try:

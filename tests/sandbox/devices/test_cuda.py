@@ -15,6 +15,7 @@ from sandbox.devices.base import Faulted, Refused
 from sandbox.devices.cuda import CudaDevice
 from sandbox.devices.cuda_plan import Residency
 from sandbox.verdict import Status
+from tests.sandbox.devices import kernels
 from tests.sandbox.devices.fake_driver import CANARY, FakeDriver
 
 N = 1000
@@ -249,3 +250,21 @@ def test_canary_passes_and_finds_a_device_that_computes_wrongly() -> None:
     faulty = canary.run(device(FakeDriver(errors=["CUDA_ERROR_ILLEGAL_ADDRESS"])), N)
     assert not faulty.ok
     assert "fault" in faulty.message
+
+
+@pytest.mark.parametrize(
+    "name", ["DOUBLE", "CHAINED", "CLUSTER", "WILD_STORE", "MISALIGNED", "ENDLESS"]
+)
+def test_kernels_of_the_gpu_tests_assemble_and_load(name: str) -> None:
+    driver = FakeDriver(kernels={"k": replace(CANARY, max_threads=1024)})
+    one = replace(kernels.launch(N), grid=(1, 1, 1))
+    program = device(driver).load(kernels.artifact(getattr(kernels, name), N, (one,)))
+    assert [r.kernel for r in program.resources] == ["k"]
+
+
+def test_an_endless_loop_over_many_blocks_is_refused_unless_cooperative() -> None:
+    driver = FakeDriver(kernels={"k": replace(CANARY, max_threads=1024)})
+    with pytest.raises(Refused) as refused:
+        device(driver).load(kernels.artifact(kernels.ENDLESS, N))
+    assert refused.value.failure.rule == "spin-not-cooperative"
+    assert refused.value.failure.where["plan"] == "step"

@@ -24,6 +24,7 @@ from sandbox.devices.cuda import CudaDevice
 from sandbox.jobs import JudgeJob
 from sandbox.judge.rounds import Place
 from sandbox.verdict import Correctness, Failure, Outcome, Status, Verdict
+from tests.sandbox.devices import kernels
 from tests.sandbox.devices.fake_driver import CANARY, FakeDriver, canary_run
 
 Progress = Callable[[str], None]
@@ -158,6 +159,49 @@ def ends_silently(job: JudgeJob, device: Device, progress: Progress) -> Verdict:
 def kills_server(job: JudgeJob, device: Device, progress: Progress) -> Verdict:
     os.kill(os.getppid(), signal.SIGKILL)
     threading.Event().wait(30)
+    return passed(job)
+
+
+def _on_gpu(device: Device, body: str, wait: bool = True) -> torch.Tensor:
+    """Run a kernel of our own on a real GPU; its output."""
+    n = 4096
+    x = torch.arange(n, dtype=torch.float32, device=device.torch_device)
+    y = torch.zeros_like(x)
+    # One block: a loop in a larger grid would be refused before it could hang.
+    one = replace(kernels.launch(n), grid=(1, 1, 1))
+    program = device.load(kernels.artifact(body, n, (one,)))
+    program.bind("step", {"inputs.x": x, "outputs.y": y}).launch()
+    if wait:
+        device.synchronize()
+    return y.cpu()
+
+
+def gpu_double(job: JudgeJob, device: Device, progress: Progress) -> Verdict:
+    y = _on_gpu(device, kernels.DOUBLE)
+    assert y[100] == 201
+    return passed(job)
+
+
+def gpu_wild_store(job: JudgeJob, device: Device, progress: Progress) -> Verdict:
+    _on_gpu(device, kernels.WILD_STORE)
+    return passed(job)
+
+
+def gpu_misaligned(job: JudgeJob, device: Device, progress: Progress) -> Verdict:
+    """torch is the first to notice."""
+    _on_gpu(device, kernels.MISALIGNED, wait=False)
+    return passed(job)
+
+
+def gpu_endless(job: JudgeJob, device: Device, progress: Progress) -> Verdict:
+    _on_gpu(device, kernels.ENDLESS)
+    return passed(job)
+
+
+def gpu_endless_copy(job: JudgeJob, device: Device, progress: Progress) -> Verdict:
+    """Waits in torch, where only the server's deadline helps."""
+    progress("check")
+    _on_gpu(device, kernels.ENDLESS, wait=False)
     return passed(job)
 
 
