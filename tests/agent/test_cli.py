@@ -1,0 +1,307 @@
+"""The command line: exit codes, what goes to stdout and what to stderr, bad input, and keys that never leak."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import agent.commands.evaluate
+import agent.commands.optimize
+from agent import fakes
+from agent.cli import COMMANDS, main
+from agent.fakes import kernel
+from agent.models.external import offer
+from agent.runner import Services
+from agent.services import Unavailable, Wanted
+from agent.workspace import Workspace
+
+TARGET = f"{Path(__file__).with_name('fake_target.py')}:Fake"
+PLANTED = "sk-planted-key-5f0c"
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Runs the tool in an empty folder; the sandbox's services are the fakes."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def start(w: Wanted, workspace: Workspace) -> tuple[Services, dict[str, Any]]:
+        judge = fakes.FakeJudge()
+        return Services(fakes.FakeCompiler(workspace.root), judge, fakes.FakeJudge), {
+            "arch": "sm_90a"
+        }
+
+    def start_compiler(w: Wanted, workspace: Workspace, judge: Any = None) -> Services:
+        judging = judge or fakes.FakeJudge()
+        return Services(fakes.FakeCompiler(workspace.root), judging, lambda: judging)
+
+    for module in (agent.commands.optimize, agent.commands.evaluate):
+        monkeypatch.setattr(module, "start", start)
+        monkeypatch.setattr(module, "start_compiler", start_compiler)
+
+    def invoke(*args: str) -> Result:
+        return CliRunner().invoke(main, list(args))
+
+    return invoke
+
+
+def optimize(call: Call, *args: str) -> Result:
+    return call("optimize", "--target", TARGET, "--device", "cpu", *args)
+
+
+def test_without_a_key_the_tuner_finds_the_best_point_and_says_so_first(call: Call) -> None:
+    done = optimize(call, "--patience", "9")
+    assert done.exit_code == 0, done.output
+    assert "tuner (no key for a model is set)" in done.stderr.splitlines()[0]
+    assert "best: candidate" in done.stdout
+    assert "85.50 us a step" in done.stdout
+    assert "not verified: everything: this judge is a fake" in done.stdout
+    assert list(Path("kernels_out/fake_target-fake/cpu").glob("*/kernel.py"))
+
+
+def test_json_is_one_document_on_stdout(call: Call) -> None:
+    done = optimize(call, "--json")
+    data = json.loads(done.stdout)
+    assert (data["schema"], data["improved"], data["stop"]) == (1, True, "exhausted")
+    assert data["best"]["verdict"]["status"] == "passed"
+    assert Path(data["best"]["folder"], "verdict.json").is_file()
+
+
+def test_nothing_better_is_exit_code_1(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(kernel(100))
+    done = optimize(call, "--start", "start.py")
+    assert (done.exit_code, "nothing left to try" in done.stdout) == (1, True)
+
+
+def test_a_spent_budget_is_exit_code_3_and_resume_goes_on(call: Call) -> None:
+    done = optimize(call, "--max-gpu-seconds", "0.3", "--candidates", "1")
+    assert done.exit_code == 3, done.output
+    again = call("resume", "last", "--max-gpu-seconds", "100")
+    assert again.exit_code == 0, again.output
+    rows = json.loads(call("show", "last", "--json").stdout)["candidates"]
+    assert len(rows) == 6
+
+
+def test_external_without_waiting_is_exit_code_3_until_there_is_a_proposal(call: Call) -> None:
+    args = ("--proposer", "external", "--folder", "box", "--no-wait", "--max-candidates", "1")
+    first = optimize(call, *args)
+    assert (first.exit_code, "candidate.py" in first.stdout) == (3, True)
+    offer(Path("box"), kernel(50))
+    second = call("resume", "last")
+    assert second.exit_code == 0, second.output
+    diff = call("show", "last-1", "--diff").stdout
+    assert diff.startswith("--- a/") and "+# fake: us=50" in diff
+
+
+def test_show_runs_and_sources(call: Call) -> None:
+    optimize(call, "--json")
+    assert call("show", "last-0", "--source").stdout == fakes.SEED
+    assert json.loads(call("show", "last-1", "--verdict").stdout)["status"] == "passed"
+    listed = json.loads(call("runs", "--json").stdout)["runs"]
+    assert (listed[0]["state"], listed[0]["candidates"]) == ("review", 6)
+    text = call("show", "last")
+    assert "promote candidate" in text.stdout and text.stderr == ""
+
+
+def test_evaluate_judges_and_records_each_file(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text(kernel(80))
+    (tmp_path / "bad.py").write_text(kernel(80, "wrong"))
+    (tmp_path / "broken.py").write_text(kernel(80, "compile_error"))
+    args = ("evaluate", "--target", TARGET, "--device", "cpu")
+    done = call(*args, "seed", "good.py", "--against", "seed")
+    assert done.exit_code == 0, done.output
+    assert "1.2500 x the incumbent" in done.stdout
+    failed = call(*args, "good.py", "bad.py", "broken.py", "--json")
+    assert failed.exit_code == 1
+    results = json.loads(failed.stdout)["results"]
+    assert [r["verdict"]["status"] for r in results] == ["passed", "wrong", "compile_error"]
+    assert call("show", results[1]["candidate"], "--verdict").exit_code == 0
+
+
+def test_compile_writes_an_artifact_and_reports_a_failure(call: Call, tmp_path: Path) -> None:
+    done = call(
+        "compile", "--target", TARGET, "seed", "-o", "out", "--tunable", "threads=128", "--json"
+    )
+    data = json.loads(done.stdout)
+    assert (tmp_path / data["artifact"] / "manifest.json").is_file()
+    (tmp_path / "broken.py").write_text(kernel(80, "lint"))
+    assert call("compile", "--target", TARGET, "broken.py", "-o", "out").exit_code == 1
+
+
+def test_a_run_judged_elsewhere_is_brought_on_by_record(call: Call, tmp_path: Path) -> None:
+    first = optimize(call, "--judge-elsewhere", "--rounds", "0", "--json")
+    assert first.exit_code == 3, first.output
+    run = json.loads(first.stdout)["run"]
+    (request,) = (tmp_path / ".kernelgen/runs" / run / "requests").iterdir()
+    r = json.loads(request.read_text())
+    from sandbox.jobs import JudgeJob
+    from sandbox.verdict import Tier
+
+    job = JudgeJob(Path(r["artifact"]), r["target"], r["options"], r["device"], Tier(r["tier"]))
+    verdict = fakes.FakeJudge().judge(job).to_json()
+    Path("v.json").write_text(json.dumps(verdict))
+    Path("w.json").write_text(json.dumps({**verdict, "artifact": "0" * 64}))
+    strange = call("record", run, "w.json")
+    assert (strange.exit_code, "does not have" in strange.stderr) == (1, True)
+    assert "1 of" not in call("record", run, "v.json").stdout
+    done = call("resume", run)
+    assert done.exit_code == 1, done.output
+    assert "best: the seed" in done.stdout
+    beside = call("record", run, "v.json")
+    assert (beside.exit_code, "kept as evidence" in beside.stdout) == (0, True)
+
+
+def test_dry_run_shows_the_prompt_and_the_cost_and_records_nothing(call: Call) -> None:
+    done = optimize(call, "--proposer", "openai", "--dry-run", "--json")
+    data = json.loads(done.stdout)
+    assert "inputs.x" in data["prompt"]["stable"] and data["estimate"]["tokens_a_round"] > 1000
+    assert not Path("runs.db").exists()
+    assert "nothing to pay" in optimize(call, "--proposer", "tuner", "--dry-run").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["optimize"], 2, "--target"),
+        (["optimize", "--target", "nothing"], 2, "no target 'nothing'"),
+        (["optimize", "--target", "nowhere.py:X"], 2, "no file"),
+        (["optimize", "--target", TARGET, "--preset", "huge"], 2, "no preset 'huge'"),
+        (["optimize", "--target", TARGET, "--max-us", "3"], 2, "--max-us"),
+        (["optimize", "--target", TARGET, "--device", "tpu"], 2, "cuda"),
+        (["optimize", "--target", TARGET, "--option", "x"], 2, "NAME=VALUE"),
+        (["optimize", "--target", TARGET, "--proposer", "replay"], 2, "--replay"),
+        (["optimize", "--target", TARGET, "--proposer", "anthropic", "--device", "cpu"], 2, "ANTHROPIC_API_KEY"),
+        (["resume", "last"], 2, "no record"),
+        (["show", "nothing"], 2, "no record"),
+        (["evaluate", "--target", TARGET, "missing.py"], 1, "missing.py"),
+        (["judge", "."], 1, "manifest.json"),
+        (["targets", "nothing"], 2, "no target"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_the_right_code(
+    call: Call, args: list[str], code: int, words: str
+) -> None:
+    done = call(*args)
+    assert done.exit_code == code, done.output
+    assert words in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert len([x for x in done.stderr.splitlines() if "rror" in x or "kernelgen:" in x]) == 1
+
+
+def test_a_missing_device_is_exit_code_4_after_saying_what_would_have_run(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(w: Wanted, workspace: Workspace) -> Any:
+        raise Unavailable("device cuda: there is none")
+
+    monkeypatch.setattr(agent.commands.optimize, "start", missing)
+    done = call("optimize", "--target", TARGET, "--device", "cuda")
+    assert done.exit_code == 4
+    first, last = done.stderr.splitlines()[0], done.stderr.splitlines()[-1]
+    assert first.startswith("optimize ") and last == "kernelgen: device cuda: there is none"
+    assert not Path("runs.db").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import agent.outcome
+    import agent.propose
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(agent.propose, "write_json", full)
+        done = optimize(call)
+        assert (done.exit_code, "No space left" in done.stderr) == (1, True)
+        assert "Traceback" not in done.stderr
+    again = call("resume", "last", "--patience", "9")
+    assert again.exit_code == 0, again.output
+
+
+def test_ctrl_c_drains_with_exit_code_130_and_resume_finishes(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = fakes.FakeJudge.judge
+
+    def slow(self: fakes.FakeJudge, job: Any) -> Any:
+        if job.incumbent is not None:
+            os.kill(os.getpid(), signal.SIGINT)
+            monkeypatch.setattr(fakes.FakeJudge, "judge", judged)
+        return judged(self, job)
+
+    monkeypatch.setattr(fakes.FakeJudge, "judge", slow)
+    done = optimize(call, "--candidates", "1")
+    assert done.exit_code == 130, done.output
+    assert "interrupted" in done.stdout
+    state = json.loads(call("runs", "--json").stdout)["runs"][0]
+    assert state["state"] == "interrupted"
+    again = call("resume", "last")
+    assert again.exit_code == 0, again.output
+    assert len(json.loads(call("show", "last", "--json").stdout)["candidates"]) == 6
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_help_with_examples(call: Call, command: str) -> None:
+    done = call(command, "--help")
+    assert done.exit_code == 0
+    assert "Examples:" in done.stdout and f"kernelgen {command}" in done.stdout
+
+
+def test_settings_come_from_flag_environment_and_file_in_that_order(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernelgen.toml").write_text(
+        f'target = "{TARGET}"\nk = 2\n[optimize]\nrounds = 1\nproposer = "tuner"\n'
+    )
+    args = ("optimize", "--device", "cpu", "--dry-run", "--json")
+    assert json.loads(call(*args).stdout)["candidates"] == 2
+    monkeypatch.setenv("KERNELGEN_OPTIMIZE_ROUNDS", "3")
+    assert json.loads(call(*args).stdout)["candidates"] == 6
+    assert json.loads(call(*args, "--rounds", "5").stdout)["candidates"] == 10
+    (tmp_path / "kernelgen.toml").write_text("k = = 2")
+    broken = call(*args)
+    assert (broken.exit_code, "kernelgen.toml" in broken.stderr) == (2, True)
+
+
+def test_doctor_names_keys_and_never_shows_them(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", PLANTED)
+    done = call("doctor", "--no-probe")
+    assert done.exit_code == 0, done.output
+    assert "key for openai: set" in done.stdout and "key for anthropic: not set" in done.stdout
+    assert PLANTED not in done.output
+
+
+def test_a_key_in_the_environment_reaches_no_file(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", PLANTED)
+    done = optimize(call, "--proposer", "tuner", "--json")
+    assert done.exit_code == 0
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert PLANTED.encode() not in path.read_bytes(), path
+
+
+def test_two_processes_do_not_work_on_one_run(call: Call, tmp_path: Path) -> None:
+    from agent.locks import hold
+
+    run = json.loads(optimize(call, "--json").stdout)["run"]
+    with hold(Workspace(tmp_path / ".kernelgen").run(run)):
+        busy = call("resume", run)
+    assert (busy.exit_code, "another process" in busy.stderr) == (1, True)
