@@ -153,13 +153,23 @@ def _beta(d: Draft) -> None:
         d.edit(name)[first:].mul_(40)
 
 
+def _faint(d: Draft) -> None:
+    """Queries and keys so small that the epsilon of their L2 norm counts."""
+    wide = 2 * int(d.w.dims["kda_dim"])
+    for name in d.names("in_proj"):
+        d.edit(name)[:wide].mul_(2.0**-10)
+    for name in d.names("conv"):
+        if name.startswith("states."):
+            d.edit(name)[..., :wide].mul_(2.0**-10)
+
+
 _ALL: dict[str, tuple[str, Callable[[Draft], None]]] = {
     "large": ("", _scale(30.0)), "small": ("", _scale(0.01)), "spike": ("", _spike), "constant": ("", _constant),
     "equal_sign": ("", _equal_sign), "heavy_tails": ("", _heavy_tails),
     "router_ties": ("router", _router_ties), "one_choice": ("router", _one_choice),
     "null_request": ("slots lengths", _null_request), "no_insert": ("lengths", _no_insert),
     "short": ("lengths", _short), "stale_cache": ("lengths", _stale_cache), "saturated": ("lengths", _saturated),
-    "decay": ("slots", _decay), "beta": ("slots", _beta),
+    "decay": ("slots", _decay), "beta": ("slots", _beta), "faint": ("slots", _faint),
 }  # fmt: skip
 
 

@@ -45,6 +45,7 @@ from functools import partial
 
 from targets.base import Floor, Options, Workload, register
 from targets.kimi_k3 import floors, seeds
+from targets.kimi_k3.brief import brief as equations
 from targets.kimi_k3.layout import BUILD
 from targets.kimi_k3.options import counts, dims, resolve
 from targets.kimi_k3.sizes import PRESETS
@@ -67,6 +68,11 @@ class KimiTarget:
     def baselines(self) -> Mapping[str, str]:
         """Name -> `module:Class` with `prepare(w, tensors)` (once) and `step()` (capturable, writes in place)."""
         return {"graph": "targets.kimi_k3.baseline.graph:TorchGraphBaseline"}
+
+    @property
+    def brief(self) -> str:
+        """The equations of one step, as text for prompts."""
+        return equations(self.part)
 
     def seed_source(self) -> str:
         return seeds.source(self.name)

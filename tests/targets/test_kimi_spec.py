@@ -165,3 +165,15 @@ def test_twelve_layers_hold_about_26_gigabytes() -> None:
 def test_options_that_do_not_exist_are_refused(part: str, options: Options) -> None:
     with pytest.raises(UnknownOption):
         find(f"kimi-k3-{part}").workload(options)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_brief_names_every_weight_and_state(part: str) -> None:
+    """A prompt that leaves a buffer unexplained cannot be followed."""
+    target = find(f"kimi-k3-{part}")
+    assert isinstance(target, KimiTarget)
+    text = target.brief
+    for b in workload(part, "tiny-tp2").buffers:
+        leaf = b.name.rstrip(".0123456789").rsplit(".", 1)[-1]
+        stem = leaf.removesuffix("_scale") if leaf.startswith("w") else leaf
+        assert stem in text, b.name
