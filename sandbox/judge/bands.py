@@ -166,11 +166,16 @@ def floor_of(o: Oracle, dtype: str) -> Errors:
     return Errors(relative, (spacing + sums) * o.largest, whole, 1.5 * relative, 1.5 * cell)
 
 
-def bound(band: Errors, floor: Errors, stages: int) -> Errors:
-    """What is accepted. `stages`: reduction stages in sequence that let noise grow (layers)."""
+def bound(band: Errors, o: Oracle, dtype: str, stages: int) -> Errors:
+    """What is accepted of a tensor. `stages`: reduction stages in sequence that let noise grow (layers).
+
+    The cap is in units of what one bf16 rounding costs, whatever the tensor's own type: states in fp32 are made from
+    operands in bf16.
+    """
+    least, working = floor_of(o, dtype), floor_of(o, "bf16")
     out = {}
     for name in NAMES:
-        noise, least = getattr(band, name), getattr(floor, name)
-        roof = CAP * max(1, stages) * max(least, floor.rel_l2 if name != "max_abs" else least)
-        out[name] = min(FACTOR * noise + least, max(roof, least))
+        unit = "rel_l2" if name.endswith("norm_ratio") else name
+        roof = CAP * max(1, stages) * max(getattr(least, unit), getattr(working, unit))
+        out[name] = min(FACTOR * getattr(band, name) + getattr(least, name), roof)
     return Errors(**out)

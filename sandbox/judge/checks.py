@@ -117,9 +117,7 @@ class Checker:
         return failures
 
     def _bound(self, b: Buffer, o: bands.Oracle) -> Errors:
-        return bands.bound(
-            self.noise[b.name], bands.floor_of(o, b.dtype), self.case.workload.layers
-        )
+        return bands.bound(self.noise[b.name], o, b.dtype, self.case.workload.layers)
 
     def _widen(self, oracles: Mapping[str, bands.Oracle], s: Settled, m: Moment) -> None:
         """Run the legitimate schedules and take their errors into the bands."""

@@ -49,7 +49,7 @@ def run(
     except (torch.OutOfMemoryError, MemoryError) as error:
         return draft.ended(Status.INFRA, Failure("memory", f"out of memory: {_line(error)}"))
     except Exception as error:  # a crashed checker is infra, never a pass
-        return draft.ended(*_crash(error))
+        return draft.ended(*_crash(error, device))
 
 
 def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict:
@@ -66,7 +66,7 @@ def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict
     draft.profile["seeds"] = {"master": case.seeds.master}
     with draft.phase("check"):
         trial.run()
-    draft.findings += program.findings()
+    draft.findings += [*trial.findings, *program.findings()]
     with draft.phase("time"):
         timed = timing.run(built, trial.checker, draft, todo)
     correctness = trial.result()
@@ -75,8 +75,13 @@ def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict
     return draft.passed(timed.outcome, correctness, timed.timing)
 
 
-def _crash(error: Exception) -> tuple[Status, Failure]:
+def _crash(error: Exception, device: Device) -> tuple[Status, Failure]:
+    """torch reports a fault of a kernel at its own next call, so the device is asked first."""
     text = _line(error)
+    try:
+        device.synchronize()
+    except Faulted as fault:
+        return fault.status, fault.failure
     if isinstance(error, RuntimeError) and any(mark in text for mark in _GPU_DIED):
         return Status.FAULT, Failure("gpu-error", f"the GPU reported an error: {text}")
     frames = traceback.extract_tb(error.__traceback__)[-6:]

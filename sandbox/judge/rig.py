@@ -66,21 +66,22 @@ class Rig:
             if (b.init, b.lifetime) == (init, lifetime)
         ]
 
-    def load_weights(self, weights: Tensors) -> None:
-        """Copy weights and constants in, set up persistent scratch, run `prepare`. Raises Faulted."""
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy weights in, then as `renew`. Raises Faulted."""
         copy_in(self.arena, weights, self.case.buffers("weights"))
+        self.renew()
+
+    def renew(self) -> None:
+        """The weights have changed: set up persistent scratch and run `prepare`. Raises Faulted."""
         self._remember(READ_ONLY)
         self.reset_workspace()
         if self.artifact.prepare is not None:
             fresh = frozenset(b.name for b in self.artifact.buffers if b.init == "undefined")
-            seen = {n: self.arena[n] for n in self.names("weights", "constants")}
-            seen |= {
-                b.name: self.arena[b.name]
-                for b in self.artifact.buffers
-                if b.lifetime == "persistent"
-            }
+            lasting = {b.name for b in self.artifact.buffers if b.lifetime == "persistent"}
+            seen = {n: self.arena[n] for n in {*self.names("weights", "constants"), *lasting}}
             self.program.bind("prepare", seen, fresh).launch()
             self.device.synchronize()
+            self.check_guards("prepare")
             self.check_integrity("prepare")
 
     def reset_workspace(self) -> None:
@@ -166,9 +167,9 @@ def load_constants(arena: Mapping[str, torch.Tensor], artifact: Artifact) -> Non
         arena[name].view(-1).view(torch.uint8).copy_(raw)
 
 
-def build(case: Case, artifact: Artifact, program: Program) -> Rig:
+def build(case: Case, artifact: Artifact, program: Program, label: str = "main") -> Rig:
     """Allocate every buffer by itself and bind the step. Raises Refused or Faulted."""
-    arena = Arena([(b.name, b) for b in artifact.buffers], place_of(case, "main"))
+    arena = Arena([(b.name, b) for b in artifact.buffers], place_of(case, label))
     load_constants(arena, artifact)
     step = program.bind("step", arena, undefined_of(artifact))
     return Rig(case, artifact, program, arena, (arena,), step)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sandbox.verdict import Tier
 
 
 @dataclass(frozen=True)
 class Effort:
-    """seeds x steps of trajectory, repeats of one step, ABBA blocks of `chain` steps; what else is tried."""
+    """seeds x steps of trajectory (the first seed `long`), repeats of one step, ABBA blocks of `chain` steps; what
+    else is tried."""
 
     seeds: int
     steps: int
@@ -21,18 +22,17 @@ class Effort:
     probes: bool = False
     cold: bool = False
     fresh_bands: bool = False
+    long: int = 0
+    held_out: bool = False
     resamples: int = 2000
 
 
 SCREEN = Effort(seeds=3, steps=2, repeats=3, blocks=10)
 FULL = Effort(
-    seeds=10, steps=4, repeats=16, blocks=40, rounds=8, distributions=True, probes=True, cold=True,
+    seeds=10, steps=3, long=16, repeats=16, blocks=40, rounds=8, distributions=True, probes=True, cold=True,
     fresh_bands=True, resamples=10_000,
 )  # fmt: skip
-PROMOTE = Effort(
-    seeds=12, steps=8, repeats=104, blocks=40, rounds=8, distributions=True, probes=True, cold=True,
-    fresh_bands=True, resamples=10_000,
-)  # fmt: skip
+PROMOTE = replace(FULL, seeds=12, long=32, repeats=104, held_out=True)
 
 
 def effort(tier: Tier, kind: str) -> Effort:
@@ -41,8 +41,15 @@ def effort(tier: Tier, kind: str) -> Effort:
     whole = {Tier.SCREEN: SCREEN, Tier.FULL: FULL, Tier.PROMOTE: PROMOTE}[tier]
     if kind == "cuda":
         return whole
-    few = {Tier.SCREEN: (2, 2, 1), Tier.FULL: (5, 3, 3), Tier.PROMOTE: (6, 4, 8)}[tier]
-    return Effort(
-        seeds=few[0], steps=few[1], repeats=few[2], blocks=0, distributions=whole.distributions,
-        probes=whole.probes, fresh_bands=True,
-    )  # fmt: skip
+    seeds, steps, repeats = {Tier.SCREEN: (2, 2, 1), Tier.FULL: (5, 3, 3), Tier.PROMOTE: (6, 4, 8)}[
+        tier
+    ]
+    return replace(
+        whole,
+        seeds=seeds,
+        steps=steps,
+        repeats=repeats,
+        long=min(whole.long, 6),
+        blocks=0,
+        cold=False,
+    )

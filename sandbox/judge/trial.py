@@ -1,36 +1,26 @@
 """The correctness trial: trajectories of a candidate from secret seeds, each step against the oracle, then repeats.
 
 Steps are teacher-forced: the states that the candidate left (and that were checked) feed the oracle's next step, so
-that noise does not pile up. For every seed all launches come first, the oracle after them.
+that noise does not pile up. The oracle of a step runs after all launches of that step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from sandbox.judge import poison
+from sandbox.judge import poison, probes
 from sandbox.judge.atomics import float_atomics
 from sandbox.judge.checks import Checker, Moment
-from sandbox.judge.dtypes import bits, same_bits
 from sandbox.judge.ending import Ended
-from sandbox.judge.locate import Where, first_index, spell
+from sandbox.judge.locate import Where
+from sandbox.judge.observe import Repeats, observe, repeat
+from sandbox.judge.probes import Unusual
 from sandbox.judge.rig import Rig
 from sandbox.judge.tiers import Effort
 from sandbox.verdict import Correctness, Failure, Status, TensorCheck
 from targets.reference import Tensors
 
 REGENERATED_BYTES = 512 << 20
-
-
-@dataclass(frozen=True)
-class Taken:
-    """One step as copied from the device. Inputs are made again from the seed when the oracle needs them."""
-
-    seed: int
-    step: int
-    before: Tensors
-    after: Tensors
-    where: Where
 
 
 @dataclass
@@ -46,148 +36,138 @@ class Trial:
     weights_renewed: int = 0
     checked: list[str] = field(default_factory=list)
     not_verified: list[str] = field(default_factory=list)
+    findings: list[Failure] = field(default_factory=list)
     deterministic: bool = True
 
     def run(self) -> None:
-        """All seeds. Raises Ended at the first failure; Refused or Faulted as devices do."""
+        """All seeds, then what the tier adds. Raises Ended at the first failure; Refused or Faulted as devices do."""
         self.deterministic = not float_atomics(self.rig.artifact)
         for i in range(self.effort.seeds):
             self._seed(i)
         self._describe()
+        if self.effort.distributions:
+            self._unusual(
+                self.rig.case.reference.distributions(self.rig.case.workload), "distribution"
+            )
+        if self.effort.held_out:
+            self._held_out()
+        if self.effort.probes:
+            probes.run(self)
 
     def result(self) -> Correctness:
         tensors: tuple[TensorCheck, ...] = tuple(self.checker.worst.values())
-        return Correctness(
-            self.seeds,
-            self.steps,
-            self.repeats,
-            tensors,
-            tuple(self.checked),
-            tuple(self.not_verified),
-        )
+        said, unsaid = tuple(self.checked), tuple(self.not_verified)
+        return Correctness(self.seeds, self.steps, self.repeats, tensors, said, unsaid)
+
+    def judge(self, m: Moment, fresh: bool = True) -> None:
+        """Compare with the oracle. Raises Ended."""
+        failure = self.checker.check(m, fresh)
+        if failure is not None:
+            raise Ended(Status.WRONG, failure, self.result())
+
+    def inputs(self, seed: int, k: int) -> Tensors:
+        case = self.rig.case
+        return case.reference.inputs(case.workload, seed, k, case.device.torch_device)
+
+    def states(self, seed: int) -> Tensors:
+        case = self.rig.case
+        return case.reference.states(case.workload, seed, case.device.torch_device)
 
     def _seed(self, i: int) -> None:
         case, rig = self.rig.case, self.rig
         seed = case.seeds.of("trial", i)
-        reference, w, on = case.reference, case.workload, case.device.torch_device
         if i == 0 or case.group_bytes("weights") <= REGENERATED_BYTES:
-            rig.load_weights(reference.weights(w, case.seeds.of("weights", i), on))
-            self.weights_renewed += 1
-        rig.set_states(reference.states(w, seed, on))
-        taken = [self._step(i, seed, k) for k in range(self.effort.steps)]
-        repeats = self._repeat(taken[-1], self.effort.repeats) if i == 0 else []
-        rig.check_integrity(f"seed {i}")
-        self.seeds += 1
-        for t in taken:
-            fresh = self.effort.fresh_bands or i == 0
-            self._judge(t, fresh)
-        self.steps = max(self.steps, len(taken))
-        self._compare(taken[-1], repeats)
-
-    def _step(self, i: int, seed: int, k: int) -> Taken:
-        rig, case = self.rig, self.rig.case
-        rig.set_inputs(self._inputs(seed, k))
-        rig.dirty(poison.CYCLE[(i + k) % len(poison.CYCLE)], case.seeds.of("poison", i, k))
-        before = rig.copy_out("outputs", "states")
-        where = Where(i, k, axes=case.axes)
-        rig.launch(where.text())
-        rig.check_integrity(where.text(), ("inputs", "constants"))
-        return Taken(seed, k, before, rig.copy_out("outputs", "states"), where)
-
-    def _inputs(self, seed: int, k: int) -> Tensors:
-        case = self.rig.case
-        return case.reference.inputs(case.workload, seed, k, case.device.torch_device)
-
-    def _repeat(self, t: Taken, times: int) -> list[Taken]:
-        """The same step from the same states and poison; persistent scratch keeps what the last launch left."""
-        out = []
-        for n in range(times):
-            self.rig.set_states(t.before)
-            for b in self.rig.case.buffers("outputs"):
-                self.rig.arena[b.name].copy_(t.before[b.name])
-            kind = poison.CYCLE[n % len(poison.CYCLE)]
-            self.rig.dirty_scratch(kind, self.rig.case.seeds.of("scratch", n))
-            where = Where(t.where.seed, t.step, f"repeat {n + 1} of {times}", t.where.axes)
-            self.rig.launch(where.text())
-            out.append(
-                Taken(t.seed, t.step, t.before, self.rig.copy_out("outputs", "states"), where)
+            made = case.reference.weights(
+                case.workload, case.seeds.of("weights", i), case.device.torch_device
             )
-        return out
+            rig.load_weights(made)
+            self.weights_renewed += 1
+        rig.set_states(self.states(seed))
+        steps = max(self.effort.steps, self.effort.long) if i == 0 else self.effort.steps
+        for k in range(steps):
+            dirt = (poison.CYCLE[(i + k) % len(poison.CYCLE)], case.seeds.of("poison", i, k))
+            m = observe(rig, self.inputs(seed, k), dirt, Where(i, k, axes=case.axes))
+            last = i == 0 and k == self.effort.steps - 1
+            found = repeat(rig, m, self.effort.repeats) if last else None
+            self.judge(m, k == 0 and (self.effort.fresh_bands or i == 0))
+            self.steps = max(self.steps, k + 1)
+            if found is not None:
+                self._agree(found)
+                rig.set_states(m.after)
+        self.seeds += 1
 
-    def _judge(self, t: Taken, fresh: bool) -> None:
-        failure = self.checker.check(self._moment(t), fresh)
-        if failure is not None:
-            raise Ended(Status.WRONG, failure, self.result())
-
-    def _moment(self, t: Taken) -> Moment:
-        rig = self.rig
-        weights = {n: rig.arena[n] for n in rig.names("weights")}
-        states = {b.name: t.before[b.name] for b in rig.case.buffers("states")}
-        given = {**weights, **states, **self._inputs(t.seed, t.step)}
-        return Moment(given, t.before, t.after, t.where)
-
-    def _compare(self, first: Taken, repeats: list[Taken]) -> None:
+    def _agree(self, found: Repeats) -> None:
         """Bit for bit, or inside the band where the PTX adds floats atomically."""
-        self.repeats += len(repeats)
-        if self.deterministic:
-            differing = [t for t in repeats if _differs(first, t)]
-            if differing:
-                raise Ended(Status.FLAKY, _flaky(first, differing, len(repeats)), self.result())
-            return
-        for t in repeats:
-            failure = self.checker.check(self._moment(t), fresh_band=False)
-            if failure is not None:
-                raise Ended(Status.FLAKY, failure, self.result())
+        self.repeats += found.count
+        if self.deterministic and found.failure is not None:
+            message = f"{found.differing} of {found.count} repeats differ: {found.failure.message}"
+            where = {**found.failure.where, "repeats": found.count, "differing": found.differing}
+            raise Ended(Status.FLAKY, Failure("repeat", message, where), self.result())
+        if not self.deterministic:
+            for m in found.some:
+                failure = self.checker.check(m, fresh_band=False)
+                if failure is not None:
+                    raise Ended(Status.FLAKY, failure, self.result())
+
+    def _unusual(self, names: tuple[str, ...], what: str) -> None:
+        """Each named distribution: changed inputs, states or weights, one step against the oracle."""
+        for i, name in enumerate(names):
+            with Unusual(self, name, i) as m:
+                self.judge(m)
+        if names:
+            self.checked.append(f"{len(names)} {what}s of unusual values: {', '.join(names)}")
+
+    def _held_out(self) -> None:
+        """Cases that are never named to the proposer: pass or fail with the class of fault is all that it hears."""
+        names: tuple[str, ...] = tuple(getattr(self.rig.case.reference, "held_out", ()))
+        try:
+            for i, name in enumerate(names):
+                with Unusual(self, name, 1000 + i) as m:
+                    self.judge(m)
+        except Ended as end:
+            hidden = Failure("held-out", f"wrong on a held-out case ({end.failure.rule})")
+            shown = replace(self.result(), tensors=())
+            raise Ended(end.status, hidden, shown) from end
+        if names:
+            self.checked.append(f"{len(names)} held-out cases")
+        else:
+            self.not_verified.append("held-out cases: this target has none")
 
     def _describe(self) -> None:
-        outputs = len(self.rig.case.buffers("outputs"))
-        states = len(self.rig.case.buffers("states"))
-        said = self.checked
+        rig, said = self.rig, self.checked
+        outputs, states = len(rig.case.buffers("outputs")), len(rig.case.buffers("states"))
         said.append(
-            f"{outputs} outputs and {states} states of {self.seeds} secret seeds x {self.steps} steps against the fp64 "
-            f"oracle, bounds from {len(self.rig.case.reference.schedules)} schedules; each step judged from the states "
-            "that the candidate itself left"
+            f"{outputs} outputs and {states} states of {self.seeds} secret seeds x {self.effort.steps} steps against "
+            f"the fp64 oracle, bounds from {len(rig.case.reference.schedules)} legitimate schedules"
         )
-        kind = (
-            "bit for bit"
-            if self.deterministic
-            else "inside the noise band (the PTX adds floats atomically)"
-        )
-        said.append(f"{self.repeats} repeats of one step from the same states agree {kind}")
+        if self.steps > 1 and states:
+            said.append(
+                f"trajectories of up to {self.steps} steps, each judged from the states that the step before left"
+            )
+        if self.repeats:
+            kind = (
+                "bit for bit"
+                if self.deterministic
+                else "inside the noise band (the PTX adds floats atomically)"
+            )
+            said.append(f"{self.repeats} repeats of one step from the same states agree {kind}")
         said.append(
-            "outputs and scratch poisoned with random values, NaN and stale results before launches"
+            "outputs and scratch poisoned with random values, NaN or stale results before each launch"
         )
         said.append(
             "guard zones around every buffer intact; inputs, weights and constants unmodified"
         )
         if states:
-            said.append("regions of outputs and states that a step must not touch unchanged")
+            said.append("regions of outputs and states that a step must leave alone are unchanged")
         if self.checker.tied_rows:
             said.append(f"{self.checker.tied_rows} rows chose differently inside a proved tie")
         if self.weights_renewed < self.seeds:
             self.not_verified.append(
                 f"one set of weights for all {self.seeds} seeds (too large to make anew); states and inputs differ"
             )
-
-
-def _differs(a: Taken, b: Taken) -> bool:
-    return any(not same_bits(a.after[n], b.after[n]) for n in a.after)
-
-
-def _flaky(first: Taken, differing: list[Taken], of: int) -> Failure:
-    other = differing[0]
-    name = next(n for n in first.after if not same_bits(first.after[n], other.after[n]))
-    bad = bits(first.after[name]) != bits(other.after[name])
-    at = first_index(bad)
-    message = (
-        f"{len(differing)} of {of} repeats of one step from the same states differ; first in {name} at "
-        f"{spell(at, other.where.names(name))} ({other.where.text()})"
-    )
-    where = {
-        "tensor": name,
-        "first": at,
-        "repeats": of,
-        "differing": len(differing),
-        "step": other.step,
-    }
-    return Failure("repeat", message, where)
+        if not self.effort.distributions:
+            self.not_verified.append(
+                "unusual values, caches and stale state beyond the poison (tier full)"
+            )
+        if not self.effort.held_out:
+            self.not_verified.append("held-out cases (tier promote)")

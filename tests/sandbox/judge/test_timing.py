@@ -101,12 +101,14 @@ def test_noise_without_end_is_infra(tmp_path: Path) -> None:
     class Drifting(FakeDevice):
         def time(self, work: Callable[[], None]) -> float:
             nonlocal count
-            count += 1
             us = super().time(work)
-            # every other visit of the same arm is slower: the twin differs from its original
-            return us * (1.02 if count % 4 in (2, 3) else 1.0)
+            count += us > 1  # not for empty intervals
+            # two warm-ups, ten blocks of candidate, twin, twin, candidate: the twin is slower
+            return us * (1.02 if us > 1 and (count - 3) % 42 % 4 in (1, 2) else 1.0)
 
-    job = JudgeJob(toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda")
+    job = JudgeJob(
+        toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda", baselines=()
+    )
     v = run(job, Drifting({"k": toy.right}, "cuda", {"k": 10.0}, noise=1e-5))
     assert v.status is Status.INFRA and v.failure is not None and v.failure.rule == "aa"
 
