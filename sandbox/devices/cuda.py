@@ -47,17 +47,15 @@ class CudaDevice:
         """
         import torch
 
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            raise no_gpu("torch is built without CUDA")
         try:
             torch.cuda.set_device(ordinal)
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             torch.cuda.set_stream(stream)
             device = cls(CudaDriver(ordinal), stream.cuda_stream, state)
-        except (RuntimeError, AssertionError, AttributeError, ImportError, CudaError) as error:
-            # A torch built without CUDA lacks the functions themselves: AttributeError.
-            message = (
-                f"no usable GPU: {str(error).splitlines()[0][:200] if str(error) else error!r}"
-            )
-            raise Faulted(Status.INFRA, Failure("no-gpu", message)) from error
+        except (RuntimeError, AssertionError, ImportError, CudaError) as error:
+            raise no_gpu((str(error).splitlines() or [repr(error)])[0][:200]) from error
         device.torch_stream = stream
         return device
 
@@ -103,3 +101,7 @@ class CudaDevice:
                     raise hung(self.hang_s)
                 if waited > SPIN_S:
                     time.sleep(50e-6)
+
+
+def no_gpu(why: str) -> Faulted:
+    return Faulted(Status.INFRA, Failure("no-gpu", f"no usable GPU: {why}"))

@@ -88,6 +88,8 @@ class Keeper:
             if trouble:
                 return _infra(job, *trouble)
             verdict, ended = self._once(job, place)
+            if not ended.reaped or (verdict.status is Status.CANCELLED and ended.in_flight):
+                self.proven.discard(gpu)  # the next job begins with a canary
             if verdict.status in BROKEN or verdict.status is Status.INFRA:
                 verdict = self._after_trouble(job, place, verdict, ended)
             seconds = {"lock": waited, "held": time.monotonic() - begin}

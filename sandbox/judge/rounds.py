@@ -17,7 +17,7 @@ from sandbox.devices.base import Device, Faulted, Refused
 from sandbox.jobs import JudgeJob
 from sandbox.judge.confine import confine
 from sandbox.judge.progress import Progress, WatchedDevice
-from sandbox.verdict import Failure, Status, Verdict
+from sandbox.verdict import Verdict
 
 CPU_CANARY = 1 << 12  # the cpu device interprets threads one by one
 Runner = Callable[[JudgeJob, Device, Callable[[str], None]], Verdict]
@@ -35,18 +35,14 @@ class Place:
 
 
 def open_device(place: Place) -> Device:
-    """The device, in this process. Raises Faulted (`infra`) without a GPU, Refused (`unsupported`) without a class."""
+    """The device, in this process. Raises Faulted (`infra`) without a GPU."""
     if place.kind == "cuda":
         from sandbox.devices.cuda import CudaDevice
 
         return CudaDevice.open(0, place.state)
-    try:
-        from sandbox.devices.cpu import CpuDevice  # type: ignore[attr-defined,unused-ignore]
-    except ImportError as error:
-        message = f"this version has no cpu device ({error})"
-        raise Refused(Status.UNSUPPORTED, Failure("no-device", message)) from error
-    device: Device = CpuDevice()
-    return device
+    from sandbox.devices.cpu import CpuDevice
+
+    return CpuDevice()
 
 
 def _enter(place: Place) -> dict[str, Any]:
@@ -66,12 +62,19 @@ def judge(job: JudgeJob, place: Place, runner: Runner, progress: Progress) -> Ma
         progress.enter("device")
         device = place.opener(place)
         opened = time.monotonic()
+        isolation |= _shared_memory(device)
         verdict = _run(job, WatchedDevice(device, progress), runner, progress)
     except (Refused, Faulted) as error:
         verdict = judge_wire.without_judging(job, error.status, error.failure)
     seconds = {**verdict.seconds, "open_device": opened - begin, "child": time.monotonic() - begin}
     verdict = replace(verdict, isolation={**verdict.isolation, "judge": isolation}, seconds=seconds)
     return {"verdict": verdict.to_json()}
+
+
+def _shared_memory(device: Device) -> dict[str, Any]:
+    """Whether kernels can reach this process's heap, where results are compared: said, not prevented."""
+    reach = device.facts().extra.get("pageable_memory_access") if device.kind == "cuda" else None
+    return {} if reach is None else {"pageable_memory_access": reach}
 
 
 def _run(job: JudgeJob, device: WatchedDevice, runner: Runner, progress: Progress) -> Verdict:

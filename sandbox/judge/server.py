@@ -28,7 +28,14 @@ from sandbox.strict import Malformed
 
 DEFAULT_RUNNER = "sandbox.judge.judge:run"
 DEFAULT_OPENER = "sandbox.judge.rounds:open_device"
-_WARM = ("numpy", "torch", "sandbox.canary", "sandbox.judge.rounds", "sandbox.devices.cuda")
+_WARM = (
+    "numpy",
+    "torch",
+    "sandbox.canary",
+    "sandbox.judge.rounds",
+    "sandbox.devices.cuda",
+    "sandbox.devices.cpu",
+)
 
 
 class Channel:

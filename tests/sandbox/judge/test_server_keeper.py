@@ -1,5 +1,6 @@
 """Policy around a device: first canary, second chances, recovery and quarantine, over children that really fork."""
 
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from sandbox import judge_wire
 from sandbox.devices.base import Faulted
 from sandbox.jobs import JudgeJob
 from sandbox.judge import lease, rounds
+from sandbox.judge.child import Watch
 from sandbox.judge.keeper import Keeper, Settings
 from sandbox.judge.rounds import Place, Runner
 from sandbox.verdict import Status, Trust
@@ -74,6 +76,7 @@ def test_isolation_trust_and_times_are_told_honestly(state: Path) -> None:
     verdict = k.judge(job(state))
     assert verdict.isolation["tier"] == "strict"
     assert verdict.isolation["judge"]["tier"] == "none"
+    assert verdict.isolation["judge"]["pageable_memory_access"] == 1
     assert verdict.trust is Trust.JUDGED
     assert k.judge(job(state, jail="none")).trust is Trust.UNJAILED
     assert {"open_device", "child", "server", "lock", "held"} <= verdict.seconds.keys()
@@ -113,7 +116,7 @@ def test_the_deadline_tells_a_hang_from_a_slow_oracle(
     state: Path, runner: Runner, status: Status
 ) -> None:
     k = keeper(state, runner)
-    verdict = k.judge(job(state, deadline_s=3.0))
+    verdict = k.judge(job(state, deadline_s=2.0))
     assert verdict.failure is not None
     assert (verdict.status, verdict.failure.rule) == (status, "deadline")
     assert verdict.failure.where["phase"] == ("check" if status is Status.HANG else "oracle")
@@ -168,6 +171,19 @@ def test_no_gpu_is_infra_at_once_and_no_quarantine(state: Path) -> None:
     assert k.quarantined == {}
 
 
+def test_a_cancelled_kernel_makes_the_next_job_begin_with_a_canary(state: Path) -> None:
+    k = keeper(state, runners.hangs_in_launch)
+    read_end, write_end = os.pipe()
+    k.watch = Watch(read_end, lambda: True)
+    threading.Timer(2.0, os.write, [write_end, b"x"]).start()
+    assert k.judge(job(state)).status is Status.CANCELLED
+    k.watch, k.runner = None, runners.ok
+    assert k.judge(job(state)).status is Status.PASSED
+    assert len(opened(state)) == 4  # canary, cancelled job, canary, job
+    os.close(read_end)
+    os.close(write_end)
+
+
 def test_cpu_jobs_need_no_lock_and_no_canary(state: Path) -> None:
     k = keeper(state, runners.environment)
     assert k.judge(job(state, "cpu")).status is Status.PASSED
@@ -212,6 +228,47 @@ def test_gpu_tokens_follow_what_is_visible() -> None:
     assert lease.token("cuda", None) == "0"
     assert lease.token("cuda:5", "") == "5"
     assert lease.token("cuda:1", "GPU-a, GPU-b") == "GPU-b"
+
+
+def fake_smi(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = folder / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_waits_until_the_driver_forgets_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pids").write_text("4711\n77\n")
+    body = f'case "$*" in *compute-apps*) cat {tmp_path}/pids;; *) echo 500;; esac'
+    fake_smi(tmp_path, body, monkeypatch)
+    assert not lease.forgotten(4711, "0", 0.5)
+    threading.Timer(0.3, (tmp_path / "pids").write_text, ["77\n"]).start()
+    begin = time.monotonic()
+    assert lease.forgotten(4711, "0", 20)
+    assert 0.3 <= time.monotonic() - begin < 15
+
+
+def test_waits_until_memory_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "n").write_text("9000")
+    body = f"""case "$*" in *compute-apps*) ;; *)
+n=$(cat {tmp_path}/n); echo $n; [ $n -gt 1000 ] && echo $((n - 2000)) > {tmp_path}/n ;; esac; exit 0"""
+    fake_smi(tmp_path, body, monkeypatch)
+    assert lease.forgotten(1, "0", 30)
+    assert int((tmp_path / "n").read_text()) <= 1000
+
+
+@pytest.mark.parametrize("body", ["exit 9", "sleep 100"])
+def test_a_driver_that_does_not_answer_costs_a_fixed_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    fake_smi(tmp_path, body, monkeypatch)
+    monkeypatch.setattr(lease, "ASK_S", 0.3)
+    monkeypatch.setattr(lease, "SETTLE_S", 0.1)
+    begin = time.monotonic()
+    assert lease.forgotten(4711, "0", 20)
+    assert time.monotonic() - begin < 5
 
 
 def test_numbers_that_json_lacks_do_not_lose_a_verdict(state: Path) -> None:
