@@ -26,7 +26,7 @@ def job_blocks(job: CompileJob) -> dict[str, bytes]:
     }
     return {
         "job": json.dumps(fields).encode(),
-        "source": job.source.encode("utf-8", "surrogateescape"),
+        "source": job.source.encode("utf-8", "surrogatepass"),
     }
 
 
@@ -34,7 +34,7 @@ def job_from_blocks(blocks: Mapping[str, bytes]) -> CompileJob:
     """Inverse of `job_blocks`."""
     fields = json.loads(blocks["job"])
     buffers = tuple(Buffer(**{**b, "shape": tuple(b["shape"])}) for b in fields.pop("buffers"))
-    source = blocks["source"].decode("utf-8", "surrogateescape")
+    source = blocks["source"].decode("utf-8", "surrogatepass")
     return CompileJob(source=source, buffers=buffers, **fields)
 
 

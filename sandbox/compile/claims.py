@@ -6,12 +6,10 @@ data: that it assembles and obeys the lint rules is for the devices to say.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sandbox import ptx as ptxlib
 from sandbox import strict
 from sandbox.artifact import (
     MAX_CONSTANT_BYTES,
@@ -26,8 +24,10 @@ from sandbox.artifact import (
     from_manifest,
 )
 from sandbox.box import Caps
+from sandbox.compile import module as modules
 from sandbox.compile import relocate
 from sandbox.jobs import CompileJob
+from sandbox.ptx import PtxError
 from sandbox.strict import Malformed
 
 PLANS = ("step", "prepare")
@@ -42,7 +42,6 @@ CAPS = Caps(
     },
     count=300,
 )
-_FILE = re.compile(r'^([ \t]*\.file[ \t]+\d+[ \t]+)"[^"\n]*?([^"/\n]*)"', re.M)
 
 
 class PlanError(ValueError):
@@ -96,7 +95,7 @@ def read(
         "buffers": [buffer_dict(b) for b in buffers],
         "constants": constants,
         "tunables": chosen(job, declared_tunables),
-        "source_sha256": digest(job.source.encode()),
+        "source_sha256": digest(job.source.encode("utf-8", "surrogatepass")),
         "toolchain": dict(toolchain),
     }
     return Claim(from_manifest(manifest, files), declared_tunables)
@@ -155,13 +154,8 @@ def _plan(
     name: str, blocks: Mapping[str, bytes], buffers: Sequence[Buffer]
 ) -> tuple[bytes, list[dict[str, Any]]]:
     """The PTX of a plan and its launches in manifest form."""
-    text = _ptx(_block(blocks, f"ptx.{name}"), f"ptx.{name}")
-    recordings = strict.items(
-        strict.parse(_block(blocks, f"plan.{name}"), f"plan.{name}", MAX_PLAN_BYTES),
-        f"plan.{name}",
-        2,
-    )
-    raw = [_block(blocks, f"params.{name}.{i}") for i in range(2)]
+    at = f"plan.{name}"
+    recordings = strict.items(strict.parse(_block(blocks, at), at, MAX_PLAN_BYTES), at, 2)
     if len(recordings) != 2 or recordings[0] != recordings[1]:
         raise PlanError(
             "unstable",
@@ -169,61 +163,66 @@ def _plan(
             "a plan must not depend on addresses or host state",
         )
     try:
-        entries = {e.name: e for e in ptxlib.entries(text)}
-        text, kept = ptxlib.dedupe(text)
-    except ptxlib.PtxError as error:
+        module = modules.read(_block(blocks, f"ptx.{name}"), f"ptx.{name}")
+    except PtxError as error:
         raise PlanError("ptx", str(error)[:300]) from error
-    used = {
-        n: relocate.read_bytes(e, text)
-        for n, e in {e.name: e for e in ptxlib.entries(text)}.items()
-    }
-    launches = []
-    at = 0
-    for i, row in enumerate(strict.items(recordings[0], f"plan.{name}", MAX_LAUNCHES)):
-        launch, kernel = _launch(row, f"plan.{name}[{i}]"), row[0]
-        if kernel not in entries:
-            raise Malformed(f"plan.{name}[{i}]", "names a kernel that is not in the PTX")
-        entry = entries[kernel]
-        size = sum(p.size for p in entry.params)
-        if entry.param_bytes > MAX_PARAM_BYTES:
-            raise PlanError(
-                "parameters",
-                f"kernel {kernel[:120]} takes {entry.param_bytes} bytes of parameters, more than {MAX_PARAM_BYTES}",
-            )
-        pair = (raw[0][at : at + size], raw[1][at : at + size])
-        if len(pair[0]) != size or len(pair[1]) != size:
-            raise Malformed(f"params.{name}", "is shorter than its launches need")
-        at += size
-        try:
-            block = relocate.block(entry, used[kept[kernel]], pair, buffers)
-        except relocate.Unstable as error:
-            raise PlanError("unstable", str(error)) from error
-        launches.append(launch | {
-            "kernel": kept[kernel],
-            "params": block.data.hex(),
-            "param_offsets": [p.offset for p in entry.params],
-            "relocations": [[r.offset, r.buffer, r.addend] for r in block.relocations],
-        })  # fmt: skip
-    if any(len(r) != at for r in raw):
-        raise Malformed(f"params.{name}", "is longer than its launches need")
-    return text.encode("ascii"), launches
+    raw = _Raw(f"params.{name}", [_block(blocks, f"params.{name}.{i}") for i in range(2)])
+    launches = [
+        _launch(row, f"{at}[{i}]", _Context(module, raw, buffers))
+        for i, row in enumerate(strict.items(recordings[0], at, MAX_LAUNCHES))
+    ]
+    raw.end()
+    return module.text.encode("ascii"), launches
 
 
-def _launch(row: object, at: str) -> dict[str, Any]:
+class _Raw:
+    """Parameter bytes of both recordings, taken launch by launch."""
+
+    def __init__(self, name: str, recordings: Sequence[bytes]) -> None:
+        self._name, self._recordings, self._at = name, recordings, 0
+
+    def take(self, size: int) -> tuple[bytes, bytes]:
+        first, second = (r[self._at : self._at + size] for r in self._recordings)
+        if len(first) != size or len(second) != size:
+            raise Malformed(self._name, "is shorter than its launches need")
+        self._at += size
+        return first, second
+
+    def end(self) -> None:
+        if any(len(r) != self._at for r in self._recordings):
+            raise Malformed(self._name, "is longer than its launches need")
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a launch of a plan refers to."""
+
+    module: modules.Module
+    raw: _Raw
+    buffers: Sequence[Buffer]
+
+
+def _launch(row: object, at: str, context: _Context) -> dict[str, Any]:
+    """One recorded launch in manifest form; the fields that are passed on are checked by `from_manifest`."""
     fields = strict.items(row, at, 7)
     if len(fields) != 7:
         raise Malformed(at, "is no launch")
-    strict.name(fields[0], f"{at}.kernel", 4096)
-    keys = ("grid", "block", "smem", "cooperative", "pdl", "cluster")
-    return dict(zip(keys, fields[1:], strict=True))
-
-
-def _ptx(data: bytes, at: str) -> str:
-    if len(data) > MAX_PTX_BYTES:
-        raise Malformed(at, "is larger than 16 MB")
+    kernel = strict.name(fields[0], f"{at}.kernel", 4096)
+    entry = context.module.entries.get(kernel)
+    if entry is None:
+        raise Malformed(at, "names a kernel that is not in the PTX")
+    if entry.param_bytes > MAX_PARAM_BYTES:
+        text = f"kernel {kernel[:120]} takes {entry.param_bytes} bytes of parameters, more than {MAX_PARAM_BYTES}"
+        raise PlanError("parameters", text)
+    pair = context.raw.take(sum(p.size for p in entry.params))
     try:
-        text = data.decode("ascii")
-    except UnicodeDecodeError as error:
-        raise Malformed(at, "is not ASCII") from error
-    # The box's folder has a random name: only file names may reach the artifact, or no two compiles would be equal.
-    return _FILE.sub(r'\1"\2"', text.rstrip("\0"))
+        block = relocate.block(entry, context.module.used(kernel), pair, context.buffers)
+    except relocate.Unstable as error:
+        raise PlanError("unstable", str(error)) from error
+    keys = ("grid", "block", "smem", "cooperative", "pdl", "cluster")
+    return dict(zip(keys, fields[1:], strict=True)) | {
+        "kernel": context.module.kept[kernel],
+        "params": block.data.hex(),
+        "param_offsets": [p.offset for p in entry.params],
+        "relocations": [[r.offset, r.buffer, r.addend] for r in block.relocations],
+    }

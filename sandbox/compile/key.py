@@ -54,7 +54,7 @@ def sms(job: CompileJob) -> int:
 def cache_key(job: CompileJob, tier: str) -> str:
     """`tier`: results of another isolation are kept apart."""
     value = {
-        "source": hashlib.sha256(job.source.encode()).hexdigest(),
+        "source": hashlib.sha256(job.source.encode("utf-8", "surrogatepass")).hexdigest(),
         "target": job.target,
         "workload": dict(job.workload),
         "dims": dict(job.dims),

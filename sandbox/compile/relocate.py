@@ -18,7 +18,10 @@ from sandbox.ptx import Entry, Param
 # two addresses is not the same in both recordings either. No window reaches the next: a buffer has at most 2^40 bytes.
 SENTINELS = ((0x2100_0000_0000_0000, 1 << 41), (0x6F00_0000_0000_0000, -(3 << 40)))
 
-_LOAD = r"ld\.param(?:\.v([248]))?\.[a-z]+(\d+)\s+[^;\[]*\[{name}_param_(\d+)(?:\+(\d+))?\]"
+# Bounded, so that hostile text cannot make the search quadratic: NVVM's own lines are far shorter.
+_LOAD = (
+    r"ld\.param(?:\.v([248]))?\.[a-z]+(\d+)[ \t][^;\[\n]{{0,256}}\[{name}_param_(\d+)(?:\+(\d+))?\]"
+)
 
 
 class Unstable(ValueError):

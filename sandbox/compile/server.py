@@ -7,6 +7,7 @@ Ctrl-C is the client's to handle. Talk goes to stderr.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -21,6 +22,8 @@ from sandbox.box.frames import Reader, encode
 from sandbox.compile.cache import OutcomeCache
 from sandbox.compile.pool import Pool, spec, starter
 from sandbox.compile.service import Service
+from sandbox.jobs import CompileOutcome
+from sandbox.verdict import Failure, Status
 
 JOB_CAPS = box.Caps({"job": 8 << 20, "source": 8 << 20})
 
@@ -29,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until stdin ends. Exit code 4: no allowed tier of isolation works here."""
     args = _arguments(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints must not break the protocol
     settings = box.Settings(
@@ -50,18 +54,24 @@ def main(argv: list[str] | None = None) -> int:
         pool.refill(args.arch)
     service = Service(pool, OutcomeCache(args.store), choice, args.deadline)
     answers.write(encode({"isolation": choice.isolation.to_json()}, {}))
-    _serve(service, answers, args.jobs)
-    pool.close()
-    sys.stderr.flush()
-    os._exit(0)  # jobs in flight have no reader any more
+    try:
+        _serve(service, answers, args.jobs)
+    finally:
+        service.close()
+        sys.stderr.flush()
+        os._exit(0)  # jobs in flight have no reader any more
 
 
 def _serve(service: Service, answers: BinaryIO, jobs: int) -> None:
     lock = threading.Lock()
 
     def work(number: int, blocks: dict[str, bytes]) -> None:
-        outcome = service.compile(wire.job_from_blocks(blocks))
-        with lock:
+        try:
+            outcome = service.compile(wire.job_from_blocks(blocks))
+        except Exception as error:  # a bug of ours must reach the caller, who waits for this answer
+            text = f"the compile server failed: {type(error).__name__}: {str(error)[:300]}"
+            outcome = CompileOutcome(None, status=Status.INFRA, failure=Failure("internal", text))
+        with lock, contextlib.suppress(OSError):  # the client may be gone
             answers.write(encode({"id": number, "outcome": wire.outcome_json(outcome)}, {}))
 
     reader = Reader(JOB_CAPS)

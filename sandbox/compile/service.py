@@ -49,6 +49,13 @@ class Service:
     ) -> None:
         self._pool, self._cache, self._choice = pool, cache, choice
         self._deadline_s = deadline_s
+        self._working: set[box.Boxed] = set()
+
+    def close(self) -> None:
+        """Kill the workers in use; their jobs end as `infra`, if anyone still listens."""
+        self._pool.close()
+        for worker in list(self._working):
+            worker.kill()
 
     def compile(self, job: CompileJob) -> CompileOutcome:
         """Compile or look up. Never raises for what a source or a worker does."""
@@ -83,12 +90,14 @@ class Service:
         run.seconds["worker"] = round(time.monotonic() - start, 4)
         if isinstance(worker, box.Broken):
             return run.failed(Status.INFRA, Failure("box", worker.detail))
+        self._working.add(worker)
         try:
             run.isolation = worker.isolation.to_json()
             answer = worker.read(claims.CAPS, WALL * self._deadline_s)
             output = worker.output(8000) if isinstance(answer, box.Broken) else ""
         finally:
             worker.kill()
+            self._working.discard(worker)
             self._pool.refill(run.job.arch)
         run.seconds["answer"] = round(time.monotonic() - start - run.seconds["worker"], 4)
         if isinstance(answer, box.Broken):

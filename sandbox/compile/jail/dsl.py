@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from cutlass._mlir import ir as mlir
@@ -68,13 +69,13 @@ def _sharing(dsl: Any, make: Callable[[], Any]) -> Callable[[], Any]:
         launch = helper.generate_launch_op
 
         def generate_launch_op(*args: Any, **kwargs: Any) -> Any:
-            operation = helper.func_op.operation
-            name = ir.StringAttr(operation.attributes["sym_name"]).value
-            text = operation.get_asm(use_local_scope=True).replace(name, "@")
-            kept = _kernels_of(dsl).setdefault(text, name)
-            if kept != name:
-                operation.erase()
-                kwargs["kernelSym"] = ir.SymbolRefAttr.get(["kernels", kept])
+            module = _module_of(dsl)
+            if (
+                helper.func_op is not None
+            ):  # None: launched without a trace, by a name that is known
+                _fold(module, helper.func_op.operation)
+            name = kwargs["kernelSym"].value[-1]
+            kwargs["kernelSym"] = ir.SymbolRefAttr.get(["kernels", module.kept.get(name, name)])
             return launch(*args, **kwargs)
 
         helper.generate_launch_op = generate_launch_op
@@ -83,13 +84,29 @@ def _sharing(dsl: Any, make: Callable[[], Any]) -> Callable[[], Any]:
     return build
 
 
-def _kernels_of(dsl: Any) -> dict[str, str]:
-    """Kernel names by text, of the module that is being traced."""
-    module, known = getattr(dsl, "_shared_kernels", (None, {}))
-    if module is not dsl.gpu_module:
-        known = {}
-        dsl._shared_kernels = (dsl.gpu_module, known)
-    return known
+@dataclass
+class _Module:
+    """Kernels of the module that is being traced: first names by text, and first names by name."""
+
+    gpu_module: Any
+    by_text: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def _fold(module: _Module, operation: Any) -> None:
+    """Erase a kernel whose text another one has."""
+    name = ir.StringAttr(operation.attributes["sym_name"]).value
+    text = operation.get_asm(use_local_scope=True).replace(name, "@")
+    module.kept[name] = module.by_text.setdefault(text, name)
+    if module.kept[name] != name:
+        operation.erase()
+
+
+def _module_of(dsl: Any) -> _Module:
+    module = getattr(dsl, "_shared_kernels", None)
+    if module is None or module.gpu_module is not dsl.gpu_module:
+        module = dsl._shared_kernels = _Module(dsl.gpu_module)
+    return module
 
 
 def _replace(owner: type, name: str, function: Callable[..., Any]) -> None:
