@@ -21,6 +21,7 @@ SUM_LENGTH = 8192
 FACTOR = 2.0
 CAP = 16.0
 QUIET = 0.01
+COHERENT = 2e-4
 _EPS32 = 2.0**-23
 
 
@@ -160,8 +161,8 @@ def floor_of(o: Oracle, dtype: str) -> Errors:
     spacing = epsilon(dtype)
     sums = 8 * _EPS32 * math.sqrt(SUM_LENGTH)
     relative = spacing / math.sqrt(12) + sums
-    whole = 4 * spacing / math.sqrt(12 * max(1, o.elements)) + 1e-5
-    cell = 4 * spacing / math.sqrt(12 * max(1, min(o.cells.size, o.elements))) + 1e-5
+    whole = 4 * spacing / math.sqrt(12 * max(1, o.elements)) + COHERENT
+    cell = 4 * spacing / math.sqrt(12 * max(1, min(o.cells.size, o.elements))) + COHERENT
     # A cell's error spreads around the tensor's: more of them, a longer tail.
     return Errors(relative, (spacing + sums) * o.largest, whole, 1.5 * relative, 1.5 * cell)
 
