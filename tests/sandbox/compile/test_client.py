@@ -1,0 +1,74 @@
+"""The client and its server process: refusal of isolation, death of the server, close while a job runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from sandbox.compile_client import CompileClient, CompileSettings, NoIsolation, environment
+from sandbox.jobs import CompileJob, CompileOutcome
+from sandbox.verdict import Status
+
+LONG = CompileJob("def step(t, cfg, stream): pass\nwhile True: pass\n", "demo", {}, {}, ())
+BAD = CompileJob("def step(:\n", "demo", {}, {}, ())
+
+
+def client(store: Path) -> CompileClient:
+    return CompileClient(CompileSettings(store=store, tier="none", trust_this_code=True, idle=0))
+
+
+def test_no_isolation_without_a_word_of_trust(tmp_path: Path) -> None:
+    refused = CompileClient(CompileSettings(store=tmp_path, tier="none", idle=0))
+    with refused, pytest.raises(NoIsolation, match="trust"):
+        refused.compile(BAD)
+
+
+def test_the_server_never_sees_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert "PATH" in environment() and "secret" not in environment().values()
+
+
+def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
+    with client(tmp_path) as compiler:
+        assert compiler.compile(BAD).status is Status.REJECTED
+        server = compiler._server
+        assert server
+        os.kill(server._process.pid, signal.SIGKILL)
+        server._process.wait(10)
+        outcomes = [compiler.compile(BAD) for _ in range(2)]
+        assert outcomes[-1].status is Status.REJECTED
+        assert outcomes[0].status in (Status.REJECTED, Status.INFRA)
+
+
+def test_interrupts_do_not_reach_the_server(tmp_path: Path) -> None:
+    with client(tmp_path) as compiler:
+        compiler.start()
+        assert compiler._server
+        os.kill(compiler._server._process.pid, signal.SIGINT)
+        assert compiler.compile(BAD).cached is False
+        assert compiler.compile(BAD).status is Status.REJECTED
+
+
+@pytest.mark.slow
+def test_closing_cancels_what_runs_and_leaves_no_process(tmp_path: Path) -> None:
+    compiler = client(tmp_path)
+    compiler.start()
+    got: list[CompileOutcome] = []
+    caller = threading.Thread(target=lambda: got.append(compiler.compile(LONG)))
+    caller.start()
+    time.sleep(6)
+    assert compiler._server
+    pid = compiler._server._process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    compiler.close()
+    caller.join(10)
+    assert got and got[0].status is Status.CANCELLED
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{child}/stat").exists() for child in children):
+        assert time.monotonic() < until
+        time.sleep(0.05)
