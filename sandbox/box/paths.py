@@ -17,12 +17,7 @@ MAX_LINKS = 16
 
 def needed(python: Path, more: tuple[Path, ...]) -> list[Path]:
     """Paths to show read-only so that `python` runs, then `more`; nothing that /usr holds, no path twice."""
-    found: list[Path] = []
-    for path in [*_interpreter(python), *more]:
-        inside = any(path.is_relative_to(other) for other in (*MOUNTED, *found))
-        if not inside and path.exists():
-            found.append(path)
-    return found
+    return _without_doubles((*_interpreter(python), *more))
 
 
 def parents(paths: list[Path]) -> list[Path]:
@@ -30,6 +25,16 @@ def parents(paths: list[Path]) -> list[Path]:
     above = {p for path in paths for p in path.parents if p != Path("/")}
     hidden = [p for p in above if not any(p.is_relative_to(x) for x in (*paths, *MOUNTED))]
     return sorted(hidden, key=lambda p: (len(p.parts), p))
+
+
+def _without_doubles(candidates: tuple[Path, ...]) -> list[Path]:
+    """Those that exist and lie in no earlier one."""
+    found: list[Path] = []
+    for path in candidates:
+        inside = any(path.is_relative_to(other) for other in (*MOUNTED, *found))
+        if not inside and path.exists():
+            found.append(path)
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -43,9 +48,8 @@ def _interpreter(python: Path) -> tuple[Path, ...]:
             break
         at = Path(os.path.normpath(at.parent / os.readlink(at)))
     prefixes += [Path(os.path.realpath(prefix)) for prefix in list(prefixes)]
-    return tuple(
-        prefix / part for prefix in dict.fromkeys(prefixes) if prefix != Path("/") for part in PARTS
-    )
+    parts = [p / part for p in dict.fromkeys(prefixes) if p != Path("/") for part in PARTS]
+    return tuple(_without_doubles(tuple(parts)))
 
 
 def _base_of(prefix: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from sandbox.box import syscalls
 
@@ -76,11 +77,13 @@ def supported(arch: str | None = None) -> bool:
     return (arch or syscalls.machine()) in syscalls.AUDIT_ARCH
 
 
+@lru_cache(maxsize=4)
 def box_filter(arch: str | None = None) -> bytes:
     """Packed `struct sock_filter`s for everything in a box. Raises KeyError on an unknown architecture."""
     return _program(arch or syscalls.machine(), BOX, BOX_WHEN)
 
 
+@lru_cache(maxsize=4)
 def compile_filter(arch: str | None = None) -> bytes:
     """The stricter program of the compile jail; it includes the box filter's refusals."""
     return _program(arch or syscalls.machine(), BOX + COMPILE, COMPILE_WHEN + BOX_WHEN)

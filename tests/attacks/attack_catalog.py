@@ -15,7 +15,7 @@ Through = Callable[[Outcome], str]
 
 # Ways in which an attack is known to get through, as the tier's sentence tells its users.
 SHARED = frozenset({"seccomp", "weak"})  # /tmp and /dev/shm are everybody's
-SAME_USER = frozenset({"weak"})  # the box has the user's own rights on files
+SAME_USER = frozenset({"weak"})  # the box has the user's own rights on files and other programs
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,6 @@ def lied(outcome: Outcome) -> str:
     )
 
 
-def emulated(outcome: Outcome) -> str:
-    return got(outcome)
-
-
 _OWN = "it acts on the process itself; there is nothing to shed without a box"
 _TIME = ("timeout",)
 _MALFORMED, _OVERSIZED = ("malformed",), ("oversized",)
@@ -182,68 +178,68 @@ ATTACKS = (
     Attack("environment_keys", says("key")),
     Attack("home_file", says("text"), open_in=SAME_USER),
     Attack("inherited_descriptors", says("text")),
-    Attack("other_memory", found_token),
-    Attack("file_handles", got, control="root"),
-    Attack("keyrings", got, runs=2),
+    Attack("other_memory", found_token, open_in=SAME_USER),
+    Attack("file_handles", got, control="root", slow=True),
+    Attack("keyrings", got, runs=2, slow=True),
     # network
     Attack("tcp_and_udp", network("tcp", "udp")),
     Attack("socket_families", got),
     Attack("abstract_socket", network("abstract")),
-    Attack("named_socket", network("named")),
+    Attack("named_socket", network("named"), slow=True),
     Attack("kernel_interfaces", got),
     # escape
     Attack("double_fork", left_process),
     Attack("pipe_holder", hung_reader),
     Attack("kill_by_number", victim_died),
-    Attack("kill_by_mark", victim_died),
+    Attack("kill_by_mark", victim_died, slow=True),
     Attack("kill_by_input", victim_died),
     Attack("trace_attach", traced),
-    Attack("other_code", got),
-    Attack("other_limits", victim_changed),
+    Attack("other_code", got, open_in=SAME_USER),
+    Attack("other_limits", victim_changed, slow=True),
     Attack("links_outside", touched_file, open_in=SAME_USER),
     Attack("deep_folders", lambda o: o["left"]),
-    Attack("own_code", got_but("own code"), control="root"),
+    Attack("own_code", got_but("own code"), control="root", slow=True),
     Attack("new_namespaces", got),
     Attack("mounts", got, control="root"),
     Attack("devices", got, control="root"),
     Attack("become_root", got),
     Attack("foreign_calls", got, control="x86_64"),
-    Attack("shed_filters", got, control="nobody", why_no_control=_OWN),
-    Attack("real_time", got, control="root"),
-    Attack("poison_next", poisoned, runs=2, open_in=SHARED),
+    Attack("shed_filters", got, control="nobody", why_no_control=_OWN, slow=True),
+    Attack("real_time", got, control="root", slow=True),
+    Attack("poison_next", poisoned, runs=2, open_in=SHARED, slow=True),
     Attack("shared_memory_left", left_objects, open_in=SHARED),
     # floods
     Attack("process_flood", flooded),
-    Attack("thread_flood", got),
-    Attack("memory_hog", got),
-    Attack("memory_in_parts", flooded),
-    Attack("memory_files", got),
+    Attack("thread_flood", got, slow=True),
+    Attack("memory_hog", got, slow=True),
+    Attack("memory_in_parts", flooded, slow=True),
+    Attack("memory_files", got, slow=True),
     Attack("shm_fill", filled, open_in=SHARED),
-    Attack("disk_fill", filled, open_in=SHARED),
-    Attack("big_file", got),
-    Attack("file_flood", got),
-    Attack("descriptor_flood", got, control="nobody", why_no_control="the machine's own limit varies"),
-    Attack("output_flood", grew(24), ran="AAAA"),
-    Attack("endless_output", overran(5), deadline_s=3.0, ran="BBBB"),
-    Attack("endless_loop", overran(4), deadline_s=2.0, expect=_TIME),
-    Attack("ignore_signals", overran(4), deadline_s=2.0, expect=_TIME),
-    Attack("sleep_on", overran(4), deadline_s=2.0, expect=_TIME),
+    Attack("disk_fill", filled, open_in=SHARED, slow=True),
+    Attack("big_file", got, slow=True),
+    Attack("file_flood", got, slow=True),
+    Attack("descriptor_flood", got, control="nobody", why_no_control="the machine's own limit varies", slow=True),
+    Attack("output_flood", grew(24), ran="AAAA", slow=True),
+    Attack("endless_output", overran(5), deadline_s=3.0, ran="BBBB", slow=True),
+    Attack("endless_loop", overran(4), deadline_s=2.0, expect=_TIME, slow=True),
+    Attack("ignore_signals", overran(4), deadline_s=2.0, expect=_TIME, slow=True),
+    Attack("sleep_on", overran(4), deadline_s=2.0, expect=_TIME, slow=True),
     # forged results
     Attack("fake_pass", believed, expect=("closed",)),
-    Attack("early_exit", misread, expect=("closed",)),
+    Attack("early_exit", misread, expect=("closed",), slow=True),
     Attack("forged_records", forged),
-    Attack("patched_worker", lied, control="nobody", why_no_control="there is no worker to patch"),
+    Attack("patched_worker", lied, control="nobody", why_no_control="there is no worker to patch", slow=True),
     Attack("raw_pickle", misread, expect=_MALFORMED + _OVERSIZED),
     Attack("raw_header_size", misread, expect=_OVERSIZED),
     Attack("raw_block_size", misread, expect=_OVERSIZED),
-    Attack("raw_block_sum", misread, expect=_OVERSIZED),
+    Attack("raw_block_sum", misread, expect=_OVERSIZED, slow=True),
     Attack("raw_names", misread, expect=_MALFORMED),
-    Attack("raw_twice", misread, expect=_MALFORMED),
+    Attack("raw_twice", misread, expect=_MALFORMED, slow=True),
     Attack("raw_nan", misread, expect=_MALFORMED),
-    Attack("raw_keys", misread, expect=_MALFORMED),
-    Attack("raw_depth", misread, expect=_MALFORMED),
-    Attack("raw_number", misread, expect=_MALFORMED),
-    Attack("raw_bytes", misread, expect=_MALFORMED),
-    Attack("raw_drip", overran(4), deadline_s=2.0, expect=_TIME),
+    Attack("raw_keys", misread, expect=_MALFORMED, slow=True),
+    Attack("raw_depth", misread, expect=_MALFORMED, slow=True),
+    Attack("raw_number", misread, expect=_MALFORMED, slow=True),
+    Attack("raw_bytes", misread, expect=_MALFORMED, slow=True),
+    Attack("raw_drip", overran(4), deadline_s=2.0, expect=_TIME, slow=True),
     Attack("raw_stream", overran(4)),
 )  # fmt: skip

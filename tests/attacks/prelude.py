@@ -2,6 +2,9 @@
 import contextlib
 import ctypes
 import errno
+import os
+import sys
+import time
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
