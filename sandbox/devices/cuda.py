@@ -35,7 +35,7 @@ class CudaDevice:
     ) -> None:
         self.driver, self.stream, self.torch_device = driver, stream, torch_device
         self.hang_s = HANG_S
-        self._state = state
+        self.state = state
         self.limits = cuda_facts.limits(driver.attributes())
         self._facts: DeviceFacts | None = None
 
@@ -64,8 +64,12 @@ class CudaDevice:
     def facts(self) -> DeviceFacts:
         if self._facts is None:
             with errors_as_faults():
-                self._facts = cuda_facts.facts(self.driver, self._state)
+                self._facts = cuda_facts.facts(self.driver, self.state)
         return self._facts
+
+    def forget_facts(self) -> None:
+        """What was stored about this card has changed."""
+        self._facts = None
 
     def load(self, artifact: Artifact) -> CudaProgram:
         """Check, assemble and load. Raises Refused; Faulted (`infra`) if the driver fails."""

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sandbox import canary, judge_wire
+from sandbox.devices import cuda_rate
 from sandbox.devices.base import Device, Faulted, Refused
+from sandbox.devices.cuda import CudaDevice
 from sandbox.jobs import JudgeJob
 from sandbox.judge.confine import confine
 from sandbox.judge.progress import Progress, WatchedDevice
@@ -37,8 +39,6 @@ class Place:
 def open_device(place: Place) -> Device:
     """The device, in this process. Raises Faulted (`infra`) without a GPU."""
     if place.kind == "cuda":
-        from sandbox.devices.cuda import CudaDevice
-
         return CudaDevice.open(0, place.state)
     from sandbox.devices.cpu import CpuDevice
 
@@ -98,17 +98,24 @@ def probe(place: Place, progress: Progress) -> Mapping[str, Any]:
         progress.enter("device")
         device = place.opener(place)
         opened = time.monotonic()
-        facts = asdict(device.facts())
         progress.enter("canary")
         progress.launching()
         elements = canary.ELEMENTS if device.kind == "cuda" else CPU_CANARY
         result = canary.run(device, elements)
+        progress.landed()
+        tested = time.monotonic()
+        if result.ok and isinstance(device, CudaDevice):
+            progress.enter("stream rate")
+            cuda_rate.remember(device)
+        facts = asdict(device.facts())
     except (Refused, Faulted) as error:
         return {
             "ok": False, "rule": error.failure.rule, "status": str(error.status), "message": error.failure.message,
             "isolation": isolation,
         }  # fmt: skip
-    seconds = {"open_device": opened - begin, "canary": time.monotonic() - opened}
+    seconds = {
+        "open_device": opened - begin, "canary": tested - opened, "stream_rate": time.monotonic() - tested,
+    }  # fmt: skip
     return {
         "ok": result.ok, "rule": "canary", "message": result.message, "us": result.us, "facts": facts,
         "isolation": isolation, "seconds": seconds,

@@ -1,10 +1,12 @@
 """The CUDA device on a GPU. `pytest -m gpu`. Faults end a process: tests/sandbox/judge/test_server_gpu.py has them."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from sandbox import canary
+from sandbox.devices import cuda_rate
 from sandbox.devices.base import Refused
 from sandbox.devices.cuda import CudaDevice
 from sandbox.verdict import Status
@@ -139,3 +141,14 @@ def test_stopwatch_and_flush(device: CudaDevice, buffers: dict) -> None:
     watch.stop()
     device.synchronize()
     assert 1 < watch.us() < 10_000
+
+
+def test_the_streaming_rate_is_plausible_and_kept(device: CudaDevice, tmp_path: Path) -> None:
+    rate = cuda_rate.measure(device)
+    spec = device.facts().spec_rate
+    assert spec is None or 0.6 * spec < rate < 1.05 * spec
+    device.state = tmp_path
+    kept = cuda_rate.remember(device)
+    assert kept == device.facts().stream_rate
+    assert kept == pytest.approx(rate, rel=0.1)
+    device.state = None
