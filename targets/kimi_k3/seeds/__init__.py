@@ -17,7 +17,8 @@ _CANDIDATE = {"TUNABLES", "workspace", "constants", "prepare", "step"}
 def source(target_name: str) -> str:
     """The seed of `kimi-k3-<part>` as one file. Raises ValueError for a target without a seed."""
     part = target_name.removeprefix("kimi-k3-").replace("-", "_")
-    if not target_name.startswith("kimi-k3-") or not _path(part).is_file() or part == "common":
+    known = part.isidentifier() and part != "common" and _path(part).is_file()
+    if not target_name.startswith("kimi-k3-") or not known:
         raise ValueError(f"no seed for {target_name!r}")
     order = _order(part)
     trees = {module: ast.parse(_path(module).read_text()) for module in order}

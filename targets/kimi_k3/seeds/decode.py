@@ -113,7 +113,8 @@ def ffn(n, t, cfg: cutlass.Constexpr, stream):
             experts = members(d.ffn, "E")
             w = pick_layer([t.weights.layers[k] for k in experts], which, MOE_WEIGHTS)
             remote = [t.inputs.remote.layers[k] for k in experts] if sharded else None
-            send = [t.outputs.send.layers[k] for k in experts] if sharded else None
+            # layers without experts send nothing; only the first of the model is one
+            send = t.outputs.send.layers[-len(experts) :] if sharded else None
             ids = t.outputs.ids[which, None, None]
             exchange = moe_remote(remote, send, which, d)
             moe_ffn(space.x, w, exchange, ids, space.delta, space, cfg, stream)

@@ -156,9 +156,9 @@ def expert_up_kernel(
     mH: cute.Tensor,
     op: cutlass.Constexpr,
 ):
-    """mL bf16 [M, own], mRemote bf16 [M, latent - own] or None, w = (w1, w3), mIds i32 [M, topk]; grid (rows / 8, topk, M).
+    """mL bf16 [M, own], mRemote bf16 [M, latent - own] or None, w = (w1, w3), mIds i32 [M, topk].
 
-    mH bf16 [M, topk, rows] = bf(SiTU(w1 l, w3 l)), products and SiTU in f32. The warps share k; their sums are added
+    Grid (rows / 8, topk, M). mH bf16 [M, topk, rows] = bf(SiTU(w1 l, w3 l)), products and SiTU in f32. The warps share k; their sums are added
     in warp order.
     """
     tid, _, _ = cute.arch.thread_idx()

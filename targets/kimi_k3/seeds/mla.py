@@ -253,9 +253,9 @@ def soften(
     left: Int32,
     op: cutlass.Constexpr,
 ):
-    """Online softmax: sP[token, head, hi or lo] = exp(score - new maximum) as the sum of two bf16; a warp has whole heads.
+    """Online softmax: sP[token, head, hi or lo] = exp(score - new maximum) as the sum of two bf16.
 
-    rState[max or sum, head of the warp]; sAlpha[head] is the factor of everything summed before.
+    A warp has whole heads. rState[max or sum, head of the warp]; sAlpha[head] is the factor of everything summed before.
     """
     tid, _, _ = cute.arch.thread_idx()
     warp, lane = tid // 32, tid % 32
