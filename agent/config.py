@@ -51,7 +51,7 @@ class RunSettings:
     folder: str = ""
     replay: str = ""
     elsewhere: bool = False
-    deadline_s: float = 120.0
+    deadline_s: float | None = None
     start: str = ""
     sandbox: str = ""
     trust_this_code: bool = False
@@ -89,6 +89,12 @@ def _scalar(text: str) -> Scalar:
         except ValueError:
             continue
     return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def deadline(tier: Tier, asked: float | None, device: str) -> float:
+    """Seconds one judgement may take. Higher tiers do several times the work; cpu interprets."""
+    base = asked if asked is not None else (900.0 if device == "cpu" else 120.0)
+    return base * {Tier.SCREEN: 1, Tier.FULL: 4, Tier.PROMOTE: 8}[tier]
 
 
 def has_gpu() -> bool:

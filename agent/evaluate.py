@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent import search
+from agent.config import deadline
 from agent.models.base import StopRun
 from agent.outcome import Ending, Judged, best, end_step, ended, judged
 from agent.search import Spent
@@ -103,6 +104,7 @@ def judge(state: CandidateState, deps: Deps) -> dict[str, Any]:
         compiled = read_json(deps.files.compiled(seq, step))
         twin = _twin(state, deps, compiled["ptx"])
         if twin is not None:
+            deps.reporter.status(seq, f"the same machine work as candidate {twin['seq']}")
             row = {"verdict": twin["blob"], "duplicate_of": twin["seq"], "gpu_seconds": 0.0}
         else:
             deps.reporter.status(seq, "judging")
@@ -111,7 +113,8 @@ def judge(state: CandidateState, deps: Deps) -> dict[str, Any]:
             out = {"stop": stop} if stop else {}
             row = {"verdict": deps.workspace.put_verdict(verdict), "gpu_seconds": seconds}
         write_json(path, row)
-        deps.reporter.verdict(seq, step, deps.workspace.verdict(row["verdict"]))
+        if twin is None:
+            deps.reporter.verdict(seq, step, deps.workspace.verdict(row["verdict"]))
     passed = deps.workspace.verdict(read_json(path)["verdict"]).status is Status.PASSED
     go = ("tune" if seq else "confirm") if passed else after_failure(state, deps)
     return {**out, "go": "confirm" if out else go}
@@ -151,7 +154,7 @@ def judge_job(
             "context": options.context, "extra": dict(options.extra),
         },
         device=deps.task.device, tier=tier, incumbent=incumbent,
-        deadline_s=deps.settings.deadline_s, compile_isolation=compiled["isolation"],
+        deadline_s=deadline(tier, deps.settings.deadline_s, deps.task.device), compile_isolation=compiled["isolation"],
     )  # fmt: skip
 
 

@@ -15,22 +15,26 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from langgraph.checkpoint.sqlite import SqliteSaver
-from langgraph.errors import GraphDrained
+from langgraph.errors import GraphBubbleUp, GraphDrained
 from langgraph.graph import END, START, StateGraph
 from langgraph.runtime import RunControl, Runtime
 from langgraph.types import Send, interrupt
 
+from agent.crash import crashed
 from agent.evaluate import compile, confirm, judge
-from agent.models.base import Waiting
+from agent.models.base import StopRun, Unavailable, Waiting
 from agent.plan import plan
 from agent.propose import propose, repair
 from agent.record import record
 from agent.reflect import reflect
 from agent.state import CandidateOut, CandidateState, Deps, RunState
+from agent.store import Corrupt
 from agent.tune import tune
+from agent.workspace import Missing
+from sandbox.compile_client import NoIsolation
 
 Work = Callable[[Any, Deps], dict[str, Any]]
-STEPS_PER_ROUND = 4
+PASSING = (GraphBubbleUp, OSError, StopRun, Corrupt, Missing, NoIsolation, Unavailable)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,26 @@ def node(work: Work) -> Any:
         except Waiting as waiting:
             interrupt({"waiting": str(waiting)})
             raise
+
+    run.__name__ = work.__name__
+    return run
+
+
+def guarded(work: Work) -> Any:
+    """A candidate's node: a defect of ours costs its candidate, not the run, and is written down.
+
+    What is not about the candidate (a full disk, a missing toolchain, waiting, a budget) passes.
+    """
+    inner = node(work)
+
+    def run(state: Any, runtime: Runtime[Deps]) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = inner(state, runtime)
+            return found
+        except PASSING:
+            raise
+        except Exception as error:
+            return crashed(state, runtime.context, error)
 
     run.__name__ = work.__name__
     return run
@@ -86,8 +110,9 @@ def _next(state: RunState) -> str:
 
 def candidate_graph() -> StateGraph[Any, Any, Any, Any]:
     g = StateGraph(CandidateState, context_schema=Deps, output_schema=CandidateOut)
-    for work in (propose, compile, repair, judge, tune, confirm):
-        g.add_node(work.__name__, node(work))
+    for work in (propose, compile, repair, judge, tune):
+        g.add_node(work.__name__, guarded(work))
+    g.add_node("confirm", node(confirm))
     g.add_edge(START, "propose")
     g.add_conditional_edges("propose", _go, ["compile", "confirm"])
     g.add_conditional_edges("compile", _go, ["judge", "repair", "tune", "confirm"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -26,7 +27,8 @@ def draining(stop: Callable[[], None], abandon: Callable[[], None]) -> Iterator[
         seen[0] += 1
         if seen[0] == 1:
             os.write(2, f"\nkernelgen: {DRAINING}\n".encode())
-            stop()
+            # On a thread: the interrupted code may hold a lock that `stop` needs.
+            threading.Thread(target=stop, daemon=True).start()
             return
         try:
             abandon()

@@ -88,8 +88,12 @@ class Screen:
     def status(self, seq: int, text: str) -> None:
         with self._lock:
             self._line(seq).note = text
-            if text not in ("done",) and self._line(seq).us is None:
+            if text != "done" and self._line(seq).us is None:
                 self._line(seq).status = text
+            if self._live is None and text.startswith("the same machine work"):
+                self.say(
+                    f"round {self._line(seq).round}  candidate {seq}  {text}: not judged again"
+                )
 
     def verdict(self, seq: int, step: int, verdict: Verdict) -> None:
         with self._lock:
@@ -132,7 +136,9 @@ class Screen:
     def _words(self, line: Line, verdict: Verdict) -> str:
         parts = [f"round {line.round}", f"candidate {line.seq}", f"{verdict.tier}: {line.status}"]
         if line.us is not None:
-            parts += [f"{line.us:.2f} us a step", f"{_num(line.fraction, '.1%')} of the floor"]
+            parts.append(f"{line.us:.2f} us a step")
+        if line.fraction is not None:
+            parts.append(f"{line.fraction:.1%} of the floor")
         if line.speedup is not None:
             parts.append(f"{line.speedup:.4f} x the incumbent")
         if verdict.failure is not None:
@@ -142,7 +148,9 @@ class Screen:
     def _caption(self) -> str:
         best = "none yet" if self.best is None else f"candidate {self.best.seq}"
         if self.best is not None and self.best.us is not None:
-            best += f", {self.best.us:.2f} us ({_num(self.best.fraction, '.1%')} of the floor)"
+            best += f", {self.best.us:.2f} us"
+        if self.best is not None and self.best.fraction is not None:
+            best += f", {self.best.fraction:.1%} of the floor"
         return f"best: {best}   {spent_words(self.ledger)}   {time.strftime('%H:%M:%S')}"
 
 

@@ -177,7 +177,7 @@ def advance(r: Run) -> Ended:
     stopped: Stopped | None = None
     try:
         with engine(r.session.place.db, r.id, max(1, r.settings.k)) as e:
-            if e.started() and e.state().get("stop"):
+            if e.at_rest():
                 e.reopen()
             stopped = e.advance(deps, r.session.drain)
     finally:

@@ -60,13 +60,13 @@ def seat(run: str, settings: RunSettings, session: Session, check: Callable[[], 
         queries = Queries(Store(place.db), place.workspace)
         rows = queries.candidates(queries.run(settings.replay)["id"])
         return Party(Replay(rows, place.workspace))
+    from agent.book import Book
+
     if settings.proposer == "external":
         return Party(
             External(
                 folder_of(place, run, settings), place.workspace, settings.wait, session.sleep,
-                session.reporter.say, check,
+                session.reporter.say, check, Book().stable,
             )
         )  # fmt: skip
-    from agent.book import Book
-
     return Party(ModelProposer(settings.proposer, Book()), make_model(settings))

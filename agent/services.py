@@ -13,6 +13,7 @@ from typing import Any
 
 import platformdirs
 
+from agent.models.base import Unavailable
 from agent.runner import Services
 from agent.workspace import Workspace
 from sandbox.compile_client import CompileClient, CompileSettings, NoIsolation
@@ -21,12 +22,6 @@ from sandbox.judge_client import ClientOptions, JudgeClient, JudgeFailed
 from sandbox.verdict import Verdict
 
 DEFAULT_ARCH = "sm_90a"
-
-
-class Unavailable(Exception):
-    """The device or toolchain asked for is missing here; the message says what and what would
-    help.
-    """
 
 
 @dataclass(frozen=True)

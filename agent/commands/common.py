@@ -27,8 +27,7 @@ class Usage(click.UsageError):
 def code_of(error: Exception) -> int | None:
     """The exit code of an expected failure; None for a bug, which deserves its traceback."""
     from agent.locks import RunBusy
-    from agent.models.base import AuthError, StopRun
-    from agent.services import Unavailable
+    from agent.models.base import AuthError, StopRun, Unavailable
     from agent.store import Corrupt
     from agent.store.queries import NotFound
     from agent.workspace import Missing

@@ -11,7 +11,8 @@ import click
 
 from agent.commands import common
 from agent.config import KEYS, file_defaults, has_gpu
-from agent.services import Unavailable, Wanted, device_facts, new_compiler, new_judge
+from agent.models.base import Unavailable
+from agent.services import Wanted, device_facts, new_compiler, new_judge
 from agent.versions import versions
 from agent.workspace import Workspace
 from sandbox.compile_client import NoIsolation

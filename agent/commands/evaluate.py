@@ -11,6 +11,7 @@ import click
 
 from agent import offline
 from agent.commands import common
+from agent.config import deadline
 from agent.offline import Found, Setting
 from agent.runner import Services
 from agent.services import DEFAULT_ARCH, Wanted, start, start_compiler
@@ -120,7 +121,10 @@ def compile_(file: str, **asked: Any) -> int:
 )
 @tunable_option
 @click.option(
-    "--deadline", type=click.FloatRange(1), default=120.0, help="Seconds one judgement may take."
+    "--deadline",
+    type=click.FloatRange(1),
+    default=None,
+    help="Seconds a screen may take; full 4 times, promote 8 times that.  [default: 120; cpu 900]",
 )
 @common.db_option
 @common.json_option
@@ -152,7 +156,12 @@ def evaluate(files: tuple[str, ...], **asked: Any) -> int:
     try:
         arch = asked["arch"] or str(facts.get("arch") or DEFAULT_ARCH)
         setting = Setting(
-            name, workload, asked["device"], arch, Tier(asked["tier"]), asked["deadline"]
+            name,
+            workload,
+            asked["device"],
+            arch,
+            Tier(asked["tier"]),
+            deadline(Tier(asked["tier"]), asked["deadline"], asked["device"]),
         )
         incumbent = _incumbent(services, setting, rival)
         return _each(place, services, setting, sources, incumbent, asked["as_json"])

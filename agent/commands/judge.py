@@ -11,6 +11,7 @@ import click
 from agent import elsewhere, offline
 from agent.commands import common
 from agent.commands.evaluate import TIERS
+from agent.config import deadline
 from agent.store import Queries, Store
 from agent.store.store import JudgedRow
 from agent.views import verdict_lines
@@ -35,7 +36,10 @@ from sandbox.verdict import Status, Tier, Verdict
     help="Tier of isolation it was compiled in, if you know it; else it counts as unjailed.",
 )
 @click.option(
-    "--deadline", type=click.FloatRange(1), default=120.0, help="Seconds one judgement may take."
+    "--deadline",
+    type=click.FloatRange(1),
+    default=None,
+    help="Seconds a screen may take; full 4 times, promote 8 times that.  [default: 120; cpu 900]",
 )
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Write <artifact>-<tier>.json here.")  # fmt: skip
@@ -85,7 +89,8 @@ def _job(folder: Path, asked: dict[str, Any]) -> JudgeJob:
         artifact=folder.resolve(), target=artifact.target, options=offline.options_json(options),
         device=asked["device"], tier=Tier(asked["tier"]),
         incumbent=asked["against"].resolve() if asked["against"] else None,
-        deadline_s=asked["deadline"], compile_isolation={"tier": asked["jail"]} if asked["jail"] else {},
+        deadline_s=deadline(Tier(asked["tier"]), asked["deadline"], asked["device"]),
+        compile_isolation={"tier": asked["jail"]} if asked["jail"] else {},
     )  # fmt: skip
 
 

@@ -90,7 +90,10 @@ def limit_options(f: Any) -> Any:
 )
 @click.option("--seed", type=int, default=0, help="Of the tuner's choices.")
 @click.option(
-    "--deadline", type=click.FloatRange(1), default=120.0, help="Seconds one judgement may take."
+    "--deadline",
+    type=click.FloatRange(1),
+    default=None,
+    help="Seconds a screen may take; full 4 times, promote 8 times that.  [default: 120; cpu 900]",
 )
 @click.option(
     "--dry-run", is_flag=True, help="Show the first prompt, sizes and a cost estimate; run nothing."
@@ -117,6 +120,7 @@ def optimize(**asked: Any) -> int:
         return show_dry_run(place, settings, asked["as_json"])
     console = common.talk()
     console.print(opening(settings, asked["proposer"]), soft_wrap=True, markup=False)
+    seats.make_model(settings)  # a missing key shows before anything is started
     run = new_run_id()
     services, settings = _services(place, settings, run)
     try:

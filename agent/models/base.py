@@ -232,6 +232,10 @@ class StopRun(Exception):
         self.reason = reason
 
 
+class Unavailable(Exception):
+    """The device or toolchain asked for is missing here; the message says what and what would help."""
+
+
 class Proposer(Protocol):
     """Where candidates come from. Methods may be called again after a kill and must then give the
     same answer without paying twice; they write nothing but their own files."""

@@ -1,9 +1,9 @@
 """Proposer `external`: a coding agent or a person writes the file. A folder is the whole interface.
 
-The loop writes `task.md`, `signature.json`, `best.py`, `feedback.md` and `history/`; the author
-puts `candidate.py` there (and, optionally first, `candidate.json` with note, predicted_gain,
-tunables). A taken file moves to `taken/`. Nothing in the folder is executed; whoever can write
-there can only propose.
+The loop writes `task.md`, `guide.md`, `signature.json`, `best.py`, `feedback.md` and `history/`;
+the author puts `candidate.py` there (and, optionally first, `candidate.json` with note,
+predicted_gain, tunables). A taken file moves to `taken/`. Nothing in the folder is executed;
+whoever can write there can only propose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from agent.claims import MAX_SOURCE_BYTES, docstring, predicted_gain
 from agent.models.base import Model, NoProposal, Request, Waiting
 from agent.models.folder import write_folder
-from agent.types import Direction, Proposal, Situation
+from agent.types import Direction, Proposal, Situation, Task
 from agent.workspace import Workspace, write_bytes
 from sandbox.verdict import Verdict
 
@@ -38,13 +38,14 @@ class External:
     sleep: Callable[[float], bool]
     say: Callable[[str], None]
     check: Callable[[], None]
+    guide: Callable[[Task], str] = field(default=lambda task: "")
     name: str = "external"
     uses_model: bool = False
     lock: Lock = field(default_factory=Lock)
 
     def plan(self, s: Situation, calls: Model | None) -> tuple[Direction, ...]:
         """Always one direction a place: the author decides. Refreshes the folder."""
-        write_folder(self.folder, s, self.workspace)
+        self._refresh(s)
         return tuple(Direction("the author's choice", parent=s.incumbent.seq) for _ in range(s.k))
 
     def propose(self, r: Request) -> Proposal:
@@ -57,7 +58,7 @@ class External:
             if found is not None:
                 return found
             if not (self.folder / "task.md").exists():
-                write_folder(self.folder, r.situation, self.workspace)
+                self._refresh(r.situation)
             if not self.wait:
                 raise Waiting(f"put the next kernel at {self.folder / 'candidate.py'}")
             if not told:
@@ -74,8 +75,11 @@ class External:
         return None
 
     def reflect(self, s: Situation, calls: Model | None) -> tuple[str, ...]:
-        write_folder(self.folder, s, self.workspace)
+        self._refresh(s)
         return ()
+
+    def _refresh(self, s: Situation) -> None:
+        write_folder(self.folder, s, self.workspace, self.guide(s.task))
 
     def _take(self, seq: int) -> Proposal | None:
         """The proposal for `seq`: one taken before a kill, or the file that lies there now."""

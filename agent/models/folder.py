@@ -18,10 +18,13 @@ SHOWN_HISTORY = 40
 LONGEST_MESSAGE = 2000
 
 
-def write_folder(folder: Path, s: Situation, workspace: Workspace) -> None:
-    """Refresh everything but the author's own files. Raises OSError."""
+def write_folder(folder: Path, s: Situation, workspace: Workspace, guide: str) -> None:
+    """Refresh everything but the author's own files. `guide`: how to write such kernels. Raises
+    OSError.
+    """
     write_bytes(folder / "task.md", _task(s).encode())
     write_json(folder / "signature.json", _signature(s.task))
+    write_bytes(folder / "guide.md", guide.encode())
     write_bytes(folder / "best.py", s.incumbent_source.encode())
     write_bytes(folder / "feedback.md", _feedback(s).encode())
     for t in s.history:
@@ -62,6 +65,8 @@ def _task(s: Situation) -> str:
 - Byte floor of one step: {task.floor.bytes:,} bytes ({task.floor.read_bytes:,} read, \
 {task.floor.write_bytes:,} written)
 - Sizes (`cfg.dims`): {dims}
+
+Read `guide.md` for the language and what makes kernels fast.
 
 Write one Python file in CuTe DSL with `step(t, cfg, stream)` and put it here as `candidate.py`; write it under
 another name first, then rename it. `best.py` is the kernel to beat (candidate {s.incumbent.seq}).

@@ -17,9 +17,10 @@ import agent.commands.optimize
 from agent import fakes
 from agent.cli import COMMANDS, main
 from agent.fakes import kernel
+from agent.models.base import Unavailable
 from agent.models.external import offer
 from agent.runner import Services
-from agent.services import Unavailable, Wanted
+from agent.services import Wanted
 from agent.workspace import Workspace
 
 TARGET = f"{Path(__file__).with_name('fake_target.py')}:Fake"

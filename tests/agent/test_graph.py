@@ -93,3 +93,22 @@ def test_a_seed_that_fails_ends_the_run(kit: Any, tmp_path: Path) -> None:
     ended = kit.optimize([kernel(80)], start=str(start))
     assert (ended.how, ended.stop) == ("end", "seed_failed")
     assert not kit.place.out.exists()
+
+
+class Faulty(ScriptedProposer):
+    """Has a defect when asked for its second candidate."""
+
+    def propose(self, r: Any) -> Any:
+        if r.seq == 2:
+            raise KeyError("a defect")
+        return super().propose(r)
+
+
+def test_a_defect_of_ours_costs_its_candidate_and_not_the_run(kit: Any) -> None:
+    run = kit.new(limits=Limits(rounds=1), k=3)
+    ended = kit.go(run, Faulty([kernel(80), kernel(70), kernel(90)]))
+    rows = kit.queries.candidates(run)
+    assert [r["status"] for r in rows] == ["passed", "passed", "infra", "passed"]
+    assert ended.incumbent == 1
+    trace = kit.place.workspace.run(run).folder / "crashes" / "2-0.txt"
+    assert "a defect" in trace.read_text()
