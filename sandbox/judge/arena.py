@@ -72,6 +72,10 @@ class Arena(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._slots)
 
+    def slot(self, name: str) -> Slot:
+        """Where a buffer lies in its allocation."""
+        return self._slots[name]
+
     @property
     def raw(self) -> torch.Tensor:
         """The single allocation of an arena made with `together`, guards included."""

@@ -78,16 +78,14 @@ class ChainCheck:
             )
         if self._atomic(arm.artifact):
             moments[0][2].update(self._kept.get(arm.name, {}))
+        self._check_inputs()
         for lane, before, after in moments:
             self._judge(arm, lane, (before, after))
         self._note_floor()
 
     def end(self, arms: list[PlanArm], rig: Rig) -> None:
         """Inputs and weights unmodified, guard zones of all memory intact."""
-        if self.lanes.inputs_digest() != self._inputs:
-            raise Faulted(
-                Status.CHEAT, Failure("read-only", "inputs were modified in a timed chain")
-            )
+        self._check_inputs()
         rig.check_guards("timing")
         rig.check_integrity("timing", ("weights", "constants"))
         for arena in [
@@ -100,6 +98,11 @@ class ChainCheck:
                 message = f"{zone.buffer}: memory outside was written, {zone.offset} bytes from the edge (timing)"
                 raise Faulted(Status.CHEAT, Failure("guard", message, {"buffer": zone.buffer}))
 
+    def _check_inputs(self) -> None:
+        if self.lanes.inputs_digest() != self._inputs:
+            message = "inputs were modified in a timed chain"
+            raise Faulted(Status.CHEAT, Failure("read-only", message))
+
     def floor_bytes(self) -> int:
         """Bytes that a timed step must move: by the experts really routed where the target knows, else its floor."""
         if self._floors:
@@ -110,7 +113,7 @@ class ChainCheck:
         before, after = around
         weights = dict(self.lanes.weights[lane % self.lanes.sets])
         states = {b.name: before[b.name] for b in self.case.buffers("states")}
-        given = {**weights, **states, **self.lanes.fresh_inputs(lane)}
+        given = {**weights, **states, **self.lanes.given(lane)}
         where = Where(self._round, lane, f"chain of {arm.name}", self.case.axes)
         failure = self.checker.check(Moment(given, before, after, where), fresh_band=False)
         if failure is None:
@@ -145,8 +148,10 @@ class ChainCheck:
         return self._loose[key]
 
     def _note_floor(self) -> None:
+        """Once: routing is data, and its mean over the lanes of one round says enough."""
         floor_for = getattr(self.case.target, "floor_for", None)
-        if floor_for is None or "outputs.ids" not in {b.name for b in self.case.buffers("outputs")}:
+        named = {b.name for b in self.case.buffers("outputs")}
+        if self._floors or floor_for is None or "outputs.ids" not in named:
             return
         ids = [self.lanes.outputs[f"{lane}/outputs.ids"] for lane in range(self.lanes.steps)]
         for nested in torch.stack(ids).tolist():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sandbox.judge import poison
+from sandbox.judge import poison, vary
 from sandbox.judge.arena import Arena
 from sandbox.judge.case import Case
 from sandbox.judge.digest import checksums
@@ -43,7 +43,7 @@ class Lanes:
     inputs: Arena
     outputs: Arena
     _clean: dict[str, torch.Tensor] = field(default_factory=dict)
-    _round: int = -1
+    _flips: dict[str, torch.Tensor | None] | None = None
 
     @property
     def sets(self) -> int:
@@ -61,29 +61,42 @@ class Lanes:
             out[b.name] = self.outputs[f"{lane}/{b.name}"]
         return out
 
-    def fresh_inputs(self, lane: int) -> Tensors:
-        """The inputs of that lane in this round, made again."""
-        s = lane % self.sets
-        case = self.case
-        seed = case.seeds.of("round", self._round, s)
-        return case.reference.inputs(
-            case.workload, seed, lane // self.sets, case.device.torch_device
-        )
+    def given(self, lane: int) -> Tensors:
+        """Copies of the inputs of that lane. They must have been found unmodified (`inputs_digest`)."""
+        return {
+            b.name: self.inputs[f"{lane}/{b.name}"].clone() for b in self.case.buffers("inputs")
+        }
 
     def refresh(self, round_: int) -> None:
-        """New states and inputs for all lanes, new poison for all outputs."""
-        self._round = round_
+        """New states and inputs for all lanes, new poison for all outputs: drawn anew at first, then by new signs
+        where the signs are free (drawing is slow where the reference draws on the host)."""
+        flips = self._flips
+        if flips is None or flips["inputs"] is None:
+            self._draw(round_)
+        else:
+            for name, arena in (("inputs", self.inputs), ("states", self.states)):
+                mask = flips[name]
+                if mask is not None:
+                    self.restore()
+                    vary.flip(arena, mask, self.case.seeds.of("flip", name, round_))
+        kind = poison.CYCLE[round_ % 2]
+        poison.fill(self.outputs.values(), kind, self.case.seeds.of("lane poison", round_))
+        self._clean = {"states": self.states.raw.clone(), "outputs": self.outputs.raw.clone()}
+
+    def _draw(self, round_: int) -> None:
         case, w, on = self.case, self.case.workload, self.case.device.torch_device
         for s in range(self.sets):
             made = case.reference.states(w, case.seeds.of("round", round_, s), on)
             copy_in(_Prefixed(self.states, f"{s}/"), made, case.buffers("states"))
         for lane in range(self.steps):
-            copy_in(
-                _Prefixed(self.inputs, f"{lane}/"), self.fresh_inputs(lane), case.buffers("inputs")
-            )
-        kind = poison.CYCLE[round_ % 2]
-        poison.fill(self.outputs.values(), kind, case.seeds.of("lane poison", round_))
-        self._clean = {"states": self.states.raw.clone(), "outputs": self.outputs.raw.clone()}
+            seed = case.seeds.of("round", round_, lane % self.sets)
+            inputs = case.reference.inputs(w, seed, lane // self.sets, on)
+            copy_in(_Prefixed(self.inputs, f"{lane}/"), inputs, case.buffers("inputs"))
+        if self._flips is None:
+            self._flips = {
+                "inputs": vary.free_signs(self.inputs, self.steps) if len(self.inputs) else None,
+                "states": vary.free_signs(self.states, self.sets) if len(self.states) else None,
+            }
 
     def restore(self) -> None:
         """States and outputs as `refresh` left them; enqueued, not waited for."""

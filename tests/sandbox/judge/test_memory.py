@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sandbox.artifact import Buffer
-from sandbox.judge import poison
+from sandbox.judge import poison, vary
 from sandbox.judge.arena import Arena, Broken, Place
 from sandbox.judge.digest import checksums
 from sandbox.judge.dtypes import TORCH, bits, same_bits
@@ -102,3 +102,29 @@ def test_seeds_are_secret_distinct_and_repeatable() -> None:
     assert len({s.of("a", i) for i in range(100)} | {s.of("b", 1)}) == 101
     draw = s.chooser("x")
     assert sorted({draw(4) for _ in range(64)}) == [0, 1, 2, 3]
+
+
+def test_new_signs_change_values_and_nothing_else() -> None:
+    wave = Buffer("inputs.x", "bf16", (4, 64))
+    rate = Buffer("inputs.rate", "f32", (64,))
+    page = Buffer("inputs.page", "i32", (8,))
+    named = [(f"{i}/{b.name}", b) for i in range(2) for b in (wave, rate, page)]
+    arena = Arena(named, place(), together=True)
+    g = torch.Generator().manual_seed(1)
+    for name, t in arena.items():
+        t.copy_(
+            torch.randn(t.shape, generator=g).abs()
+            if "rate" in name
+            else torch.randn(t.shape, generator=g) * 9
+        )
+    before = {n: t.clone() for n, t in arena.items()}
+    mask = vary.free_signs(arena, 2)
+    assert mask is not None
+    vary.flip(arena, mask, 3)
+    assert arena.broken() == ()
+    for name, t in arena.items():
+        if "x" in name:
+            assert torch.equal(t.abs(), before[name].abs())
+            assert 0.3 < float((t != before[name]).float().mean()) < 0.7
+        else:
+            assert torch.equal(t, before[name])

@@ -1,0 +1,47 @@
+"""New contents for timed buffers without drawing them anew: random signs, in place, for a whole allocation at once.
+
+Only for float tensors whose values have both signs, so that a scale or a rate stays positive. Integers stay: they are
+slots, pages and lengths that belong together.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sandbox.judge.arena import Arena
+
+MIXED = 0.2
+"""Least share of each sign that makes a tensor's signs free."""
+
+
+def free_signs(arena: Arena, prefixes: int) -> torch.Tensor | None:
+    """Mask over `arena.raw` of the sign bits that may flip; None if there are none.
+
+    Names are `<i>/<buffer>` for i below `prefixes`; what holds for the first holds for all.
+    """
+    mixed = {n.split("/", 1)[1] for n in arena if n.startswith("0/") and _mixed(arena[n])}
+    if not mixed:
+        return None
+    mask = torch.zeros_like(arena.raw)
+    for i in range(prefixes):
+        for name in mixed:
+            slot = arena.slot(f"{i}/{name}")
+            size = slot.tensor.element_size()
+            # the sign is the highest bit, little-endian: of the last byte
+            mask[slot.start : slot.end].view(-1, size)[:, -1] = 0x80
+    return mask
+
+
+def _mixed(t: torch.Tensor) -> bool:
+    if not t.dtype.is_floating_point or not t.numel():
+        return False
+    negative = float((t.float() < 0).float().mean())
+    positive = float((t.float() > 0).float().mean())
+    return min(negative, positive) >= MIXED
+
+
+def flip(arena: Arena, mask: torch.Tensor, seed: int) -> None:
+    """Flip a random half of the free signs. Guard zones are outside the mask."""
+    generator = torch.Generator(device=mask.device).manual_seed(seed & (2**62 - 1))
+    noise = torch.empty_like(mask).random_(0, 256, generator=generator)
+    arena.raw.bitwise_xor_(noise.bitwise_and_(mask))
