@@ -170,6 +170,13 @@ class Engine:
     def state(self) -> RunState:
         return cast(RunState, self.graph.get_state(self.config).values)
 
+    def at_rest(self) -> bool:
+        """Whether the graph has ended or is at its review; a killed run is neither, whatever it was
+        about to do.
+        """
+        found = self.graph.get_state(self.config)
+        return bool(found.values) and found.next in ((), ("review",))
+
     def reopen(self) -> None:
         """Let a run that stopped decide again whether to go on, under limits that may have
         changed.
