@@ -109,7 +109,9 @@ class Artifact:
     def ptx_sha256(self) -> str:
         """Identity of the machine work alone: equal for near-clones whose sources differ only in text."""
         plans = (self.step, self.prepare) if self.prepare else (self.step,)
-        body = [[digest(p.ptx.encode()), [launch_dict(x) for x in p.launches]] for p in plans]
+        body = [
+            [digest(_without_lines(p.ptx)), [launch_dict(x) for x in p.launches]] for p in plans
+        ]
         return digest(canonical(body).encode())
 
     def plan(self, name: PlanName) -> LaunchPlan | None:
@@ -137,6 +139,12 @@ class Artifact:
             "source_sha256": self.source_sha256,
             "toolchain": dict(self.toolchain),
         }
+
+
+def _without_lines(ptx: str) -> bytes:
+    """PTX without its line table, which follows every comment of the source and changes no instruction."""
+    lines = (x for x in ptx.splitlines() if not x.lstrip().startswith((".loc", ".file")))
+    return "\n".join(lines).encode()
 
 
 def digest(data: bytes) -> str:

@@ -91,6 +91,15 @@ def test_the_folder_of_a_box_does_not_change_the_address() -> None:
     assert read(body, blocks).artifact.sha256 == read(body, moved).artifact.sha256
 
 
+def test_the_line_table_is_in_the_address_but_not_in_the_identity_of_the_machine_work() -> None:
+    body, blocks = good()
+    moved = blocks | {"ptx.step": blocks["ptx.step"].replace(b"\tret;", b"\t.loc\t1 7 3\n\tret;")}
+    other = blocks | {"ptx.step": blocks["ptx.step"].replace(b"\tret;", b"\texit;")}
+    first, second, third = (read(body, b).artifact for b in (blocks, moved, other))
+    assert first.sha256 != second.sha256 and first.ptx_sha256 == second.ptx_sha256
+    assert first.ptx_sha256 != third.ptx_sha256
+
+
 Change = Callable[[dict[str, Any], dict[str, bytes]], object]
 DAMAGE: dict[str, Change] = {
     "extra field": lambda body, blocks: body.update(verdict="passed"),

@@ -114,6 +114,19 @@ def test_what_a_plan_cannot_carry_is_refused(compiler: CompileClient, name: str)
     assert (outcome.status, outcome.failure.rule) == (status, rule), outcome.failure
 
 
+@pytest.mark.slow
+def test_errors_of_the_dsl_name_the_line_and_what_to_do(compiler: CompileClient) -> None:
+    source = KERNEL.replace("y[0, tid] = x[0, tid]", "y[0, tid, 3] = x[0, tid]") % (LAUNCH % "")
+    failure = compiler.compile(job(source)).failure
+    assert failure and "weakly congruent" in failure.message and "\x1b" not in failure.message
+    assert failure.where["text"] == "y[0, tid, 3] = x[0, tid]" and failure.where["line"] == 9
+    assert "local_tile" in failure.where["hint"]
+    source = KERNEL.replace("y[0, tid] = x[0, tid]", "if tid > 3:\n        return") % (LAUNCH % "")
+    failure = compiler.compile(job(source)).failure
+    assert failure and failure.rule == "UNSUP_EARLY_EXIT"
+    assert failure.where["text"] == "return"
+
+
 HOSTILE = {
     "crash": ("import ctypes\nctypes.string_at(0)\n", Status.COMPILE_ERROR, "crash"),
     "exit": ("import sys\nsys.exit(0)\n", Status.COMPILE_ERROR, "SystemExit"),
