@@ -113,21 +113,30 @@ def load_weights(gW: cute.Tensor, rW: cute.Tensor, tile: Int32, step: Int32, op:
 
 @cute.jit
 def load_rows(
-    gX: cute.Tensor, plus: Any, rX: cute.Tensor, m0: Int32, step: Int32, op: cutlass.Constexpr
+    gX: cute.Tensor,
+    plus: Any,
+    rX: cute.Tensor,
+    span: tuple,
+    step: Int32,
+    op: cutlass.Constexpr,
 ):
-    """The same blocks of up to eight rows of x (row g of the group): rX[4 words, unroll]; absent rows stay zero."""
+    """The same blocks of rows span = (first, end) of x, up to eight: rX[4 words, unroll] of row g.
+
+    Absent rows keep the zeros that rX starts with.
+    """
+    first, end = span
     tid, _, _ = cute.arch.thread_idx()
     lane = tid % 32
-    m = m0 + lane // 4
+    m = first + lane // 4
     rPlus = cute.make_rmem_tensor(cute.make_layout((4, op.unroll)), Uint32)
     for u in cutlass.range(op.unroll, unroll_full=True):
         block = (step * op.unroll + u) * op.warps + tid // 32
-        if m < gX.shape[0] and block < op.blocks:
+        if m < end and block < op.blocks:
             cute.autovec_copy(gX[m, (None, block * 4 + lane % 4)], rX[None, u])
             if cutlass.const_expr(plus is not None):
                 cute.autovec_copy(plus[m, (None, block * 4 + lane % 4)], rPlus[None, u])
     if cutlass.const_expr(plus is not None):
-        if m < gX.shape[0]:
+        if m < end:
             for i in cutlass.range_constexpr(4 * op.unroll):
                 rX[i] = add_bf16x2(rX[i], rPlus[i])
 
@@ -136,26 +145,36 @@ def load_rows(
 def normed_rows(
     mX: cute.Tensor, mNorm: cute.Tensor, sX: cute.Tensor, m0: Int32, op: cutlass.Constexpr
 ):
-    """sX[8 rows, k / 2 words] = bf(RMS(x; norm)) of rows m0.., f32 inside, one rounding. Ends with a barrier."""
+    """sX[8 rows, k / 2 words] = bf(RMS(x; norm)) of the rows from m0, f32 inside, one rounding. Ends with a barrier.
+
+    The warps share the rows, several to a row when there are few; rows beyond the last are not written.
+    """
     tid, _, _ = cute.arch.thread_idx()
-    lane = tid % 32
     words = op.k // 2
+    per = max(1, op.warps // min(8, mX.shape[0]))
+    row, part, lane = tid // 32 // per, tid // 32 % per, tid % 32
     gX = cute.recast_tensor(mX, Uint32)
     gNorm = cute.recast_tensor(mNorm, Uint32)
-    for r in cutlass.range(tid // 32, 8, op.warps, unroll=1):
+    sSquare = smem(Float32, (8, per), (per, 1))
+    for r in cutlass.range(row, 8, op.warps // per, unroll=1):
         if m0 + r < mX.shape[0]:
             square = Float32(0.0)
-            for i in cutlass.range(lane, words, 32, unroll=8):
+            for i in cutlass.range(part * 32 + lane, words, 32 * per, unroll=8):
                 x = gX[m0 + r, i]
                 square += low(x) * low(x) + high(x) * high(x)
-            scale = cute.math.rsqrt(lanes_sum(square, 32) / op.k + op.eps)
-            for i in cutlass.range(lane, words, 32, unroll=8):
-                x = gX[m0 + r, i]
-                w = gNorm[i]
+            square = lanes_sum(square, 32)
+            if lane == 0:
+                sSquare[r, part] = square
+    cute.arch.sync_threads()
+    for r in cutlass.range(row, 8, op.warps // per, unroll=1):
+        if m0 + r < mX.shape[0]:
+            square = Float32(0.0)
+            for p in cutlass.range(per, unroll_full=True):
+                square += sSquare[r, p]
+            scale = cute.math.rsqrt(square / op.k + op.eps)
+            for i in cutlass.range(part * 32 + lane, words, 32 * per, unroll=8):
+                x, w = gX[m0 + r, i], gNorm[i]
                 sX[r, i] = pack_bf16(low(x) * scale * low(w), high(x) * scale * high(w))
-        else:
-            for i in cutlass.range(lane, words, 32, unroll=1):
-                sX[r, i] = Uint32(0)
     cute.arch.sync_threads()
 
 
@@ -205,14 +224,14 @@ def gemv_kernel(
         sX = smem(Uint32, (8, op.k // 2), (op.k // 2 + 4, 1))
         normed_rows(mX, ex.norm, sX, m0, op)
         gX = cute.logical_divide(sX, (None, 4))
-        first = 0
+        span = (Int32(0), mX.shape[0] - m0)
     else:
         gX = cute.logical_divide(cute.recast_tensor(mX, Uint32), (None, 4))
-        first = m0
+        span = (m0, Int32(mX.shape[0]))
         if cutlass.const_expr(ex.plus is not None):
             plus = cute.logical_divide(cute.recast_tensor(ex.plus, Uint32), (None, 4))
     for step in cutlass.range(op.rounds, unroll=1):
-        load_rows(gX, plus, rX, first, step, op)
+        load_rows(gX, plus, rX, span, step, op)
         for u in cutlass.range(op.unroll, unroll_full=True):
             for j in cutlass.range_constexpr(op.parts):
                 mma_k32(rC[None, j], rX[None, u], tuple(rW[i, j, u] for i in range(4)))
@@ -254,16 +273,21 @@ def sum_and_store(rC: cute.Tensor, mY: cute.Tensor, ex: Extra, op: cutlass.Const
 
 
 def gemv_shape(n, k, cfg, situ):
-    """Fit the tunables to a product: whole tiles, and enough CTAs for the GPU where n allows."""
+    """Fit the tunables to a product: whole tiles, rounds that divide k, and enough bytes in flight for a small n."""
+    warps, unroll = cfg.gemv_warps, cfg.gemv_unroll
     tile = divisor_below(n // 8, cfg.gemv_tile)
-    if n // (8 * tile) < cfg.sms:
+    if n // (8 * tile) < 2 * cfg.sms:
         tile = 1
-    warps = cfg.gemv_warps
+    if n // 8 < cfg.sms and k >= 2048:
+        warps, unroll = (
+            16,
+            7,
+        )  # at most one CTA per SM: each must keep all the loads in flight itself
     blocks = k // 32
     if blocks % warps == 0:
-        unroll = divisor_near(blocks // warps, cfg.gemv_unroll)
+        unroll = divisor_near(blocks // warps, unroll)
     else:
-        unroll = min(cfg.gemv_unroll, -(-blocks // warps))
+        unroll = min(unroll, -(-blocks // warps))
     return Gemv(n, k, warps, tile, unroll, situ, cfg.dims.eps, cfg.pdl)
 
 

@@ -147,6 +147,19 @@ def stage_latent(mL: cute.Tensor, mRemote: Any, sX: cute.Tensor, m: Int32, op: c
     cute.arch.sync_threads()
 
 
+@cute.jit
+def load_round(w: tuple, row: tuple, turn: Int32, into: tuple, op: cutlass.Constexpr):
+    """Codes and scales of w1 and w3 of row = (expert, row) for this warp's next `unroll` steps."""
+    tid, _, _ = cute.arch.thread_idx()
+    rCode, rScale = into
+    for u in cutlass.range(op.unroll, unroll_full=True):
+        group = (turn + u * op.warps + tid // 32) * 4 + tid % 4
+        for half in cutlass.range_constexpr(2):
+            load_codes(
+                w[half], (*row, group), rCode[None, half, u], rScale[None, half, u], op.groups
+            )
+
+
 @cute.kernel
 def expert_up_kernel(
     mL: cute.Tensor,
@@ -158,16 +171,14 @@ def expert_up_kernel(
 ):
     """mL bf16 [M, own], mRemote bf16 [M, latent - own] or None, w = (w1, w3), mIds i32 [M, topk].
 
-    Grid (rows / 8, topk, M). mH bf16 [M, topk, rows] = bf(SiTU(w1 l, w3 l)), products and SiTU in f32. The warps share k; their sums are added
-    in warp order.
+    Grid (rows / 8, topk, M). mH bf16 [M, topk, rows] = bf(SiTU(w1 l, w3 l)), products and SiTU in f32. The warps share
+    k; their sums are added in warp order. Codes are loaded a round ahead, the first before the latent is staged.
     """
     tid, _, _ = cute.arch.thread_idx()
     tile, slot, m = cute.arch.block_idx()
     warp, lane = tid // 32, tid % 32
     begin(op.pdl)
-    sX = smem(Uint32, (4, op.groups * 4), (1, 4))
-    stage_latent(mL, mRemote, sX, m, op)
-    expert = mIds[m, slot]
+    row = (mIds[m, slot], tile * 8 + lane // 4)
     rC = cute.make_rmem_tensor(cute.make_layout((4, 2)), Float32)
     rC.fill(0.0)
     rCode = cute.make_rmem_tensor(cute.make_layout((4, 2, op.unroll)), Uint32)
@@ -175,12 +186,10 @@ def expert_up_kernel(
     rX = cute.make_rmem_tensor(cute.make_layout((4, 4)), Uint32)
     rX.fill(0)
     rScale.fill(0)
+    load_round(w, row, Int32(0), (rCode, rScale), op)
+    sX = smem(Uint32, (4, op.groups * 4), (1, 4))
+    stage_latent(mL, mRemote, sX, m, op)
     for turn in cutlass.range(0, op.steps, op.warps * op.unroll, unroll=1):
-        for u in cutlass.range(op.unroll, unroll_full=True):
-            group = (turn + u * op.warps + warp) * 4 + lane % 4
-            at = (expert, tile * 8 + lane // 4, group)
-            for half in cutlass.range_constexpr(2):
-                load_codes(w[half], at, rCode[None, half, u], rScale[None, half, u], op.groups)
         for u in cutlass.range(op.unroll, unroll_full=True):
             group = (turn + u * op.warps + warp) * 4 + lane % 4
             if lane < 4 and group < op.groups:
@@ -188,6 +197,8 @@ def expert_up_kernel(
                     cute.autovec_copy(sX[None, group * 4 + i], rX[None, i])
             for half in cutlass.range_constexpr(2):
                 accumulate(rC[None, half], rX, rCode[None, half, u], rScale[None, half, u])
+        if turn + op.warps * op.unroll < op.steps:
+            load_round(w, row, turn + op.warps * op.unroll, (rCode, rScale), op)
     sC = smem(Float32, (16, op.warps), (1, 16))
     if lane < 4:
         for i in cutlass.range_constexpr(4):

@@ -255,7 +255,7 @@ def soften(
 ):
     """Online softmax: sP[token, head, hi or lo] = exp(score - new maximum) as the sum of two bf16.
 
-    A warp has whole heads. rState[max or sum, head of the warp]; sAlpha[head] is the factor of everything summed before.
+    A warp has whole heads. rState[max or sum, head of the warp]; sAlpha[head] is the factor of all summed before.
     """
     tid, _, _ = cute.arch.thread_idx()
     warp, lane = tid // 32, tid % 32
@@ -411,6 +411,32 @@ def split_weights(mStat: cute.Tensor, sWeight: cute.Tensor, op: cutlass.Constexp
         sWeight[s] = weight
 
 
+@cute.jit
+def join_splits(mSum: cute.Tensor, sWeight: cute.Tensor, sLat: cute.Tensor, op: cutlass.Constexpr):
+    """sLat = bf(sum over splits of weight * sum): threads share columns in vectors of four, then the splits."""
+    tid, _, _ = cute.arch.thread_idx()
+    h, m, _ = cute.arch.block_idx()
+    vectors = op.lora // 4
+    groups = 256 // vectors
+    group, vector = tid // vectors, tid % vectors
+    gSum = cute.logical_divide(mSum, (None, None, None, 4))
+    sPart = smem(Float32, (4, vectors, groups), (1, 4, op.lora))
+    rX = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rSum = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rSum.fill(0.0)
+    for s in cutlass.range(group, op.splits, groups, unroll=16):
+        cute.autovec_copy(gSum[m, s, h, (None, vector)], rX)
+        rSum.store(rSum.load() + rX.load() * sWeight[s])
+    cute.autovec_copy(rSum, sPart[None, vector, group])
+    cute.arch.sync_threads()
+    for c in cutlass.range(tid, op.lora, 256, unroll=1):
+        total = Float32(0.0)
+        for g in cutlass.range(groups, unroll_full=True):
+            total += sPart[c % 4, c // 4, g]
+        sLat[c] = total.to(BFloat16)
+    cute.arch.sync_threads()
+
+
 @cute.kernel
 def combine_kernel(
     mSum: cute.Tensor, mStat: cute.Tensor, mA: cute.Tensor, mUv: cute.Tensor, mLengths: cute.Tensor, mOut: cute.Tensor,
@@ -429,18 +455,11 @@ def combine_kernel(
     if tid < 32:
         split_weights(mStat, sWeight, op)
     cute.arch.sync_threads()
-    for c in cutlass.range(tid, op.lora, 256, unroll=1):
-        total = Float32(0.0)
-        for s in cutlass.range(op.splits, unroll=8):
-            weight = sWeight[s]
-            # an empty split has weight 0 and sums that are zero
-            total += weight * mSum[m, s, h, c]
-        sLat[c] = total.to(BFloat16)
-    cute.arch.sync_threads()
+    join_splits(mSum, sWeight, sLat, op)
     gUv = cute.logical_divide(mUv, (None, None, 8))
     rW = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
     rX = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
-    for j in cutlass.range(tid // 32, op.v, 8, unroll=4):
+    for j in cutlass.range(tid // 32, op.v, 8, unroll=8):
         dot = Float32(0.0)
         for i in cutlass.range(lane, op.lora // 8, 32, unroll=2):
             cute.autovec_copy(gUv[h, j, (None, i)], rW)
@@ -464,7 +483,13 @@ def mla_core(w, mKv, inputs, space, cfg: cutlass.Constexpr, stream):
     gemv_normed(a, w.q_b, space.mla_q, Extra(norm=w.q_a_norm), space, cfg, stream)
     absorb_kernel(
         a, space.mla_q, (w.w_uk, w.kv_a_norm), inputs.slot_mapping, mKv, space.mla_query, op
-    ).launch(grid=(op.heads + 1, rows, 1), block=(256, 1, 1), stream=stream, use_pdl=op.pdl)
+    ).launch(
+        grid=(op.heads + 1, rows, 1),
+        block=(256, 1, 1),
+        stream=stream,
+        use_pdl=op.pdl,
+        min_blocks_per_mp=1,
+    )
     attention_kernel(
         space.mla_query, mKv, (inputs.block_table, inputs.lengths), space.mla_sums, space.mla_stats, op
     ).launch(
@@ -473,7 +498,13 @@ def mla_core(w, mKv, inputs, space, cfg: cutlass.Constexpr, stream):
     )  # fmt: skip
     combine_kernel(
         space.mla_sums, space.mla_stats, a, w.w_uv, inputs.lengths, space.mla_out, op
-    ).launch(grid=(op.heads, rows, 1), block=(256, 1, 1), stream=stream, use_pdl=op.pdl)
+    ).launch(
+        grid=(op.heads, rows, 1),
+        block=(256, 1, 1),
+        stream=stream,
+        use_pdl=op.pdl,
+        min_blocks_per_mp=1,
+    )
 
 
 def mla_workspace(dims, cfg):
