@@ -16,6 +16,7 @@ from sandbox.artifact import Artifact, Launch, LaunchPlan, PlanName
 from sandbox.verdict import Failure, Status
 
 PORTABLE_CLUSTER = 8
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _EXTERN = re.compile(r"\.extern\s+\.func\b(?:\s*\([^)]*\))?\s*([\w$]*)")
 
 
@@ -68,7 +69,8 @@ def object_to(status: Status, rule: str, message: str, **where: object) -> Objec
 
 def device_functions(ptx: str) -> tuple[str, ...]:
     """Names of functions that the PTX wants from the device runtime: launches, malloc, printf; assertions are fine."""
-    return tuple(n or "unknown" for n in _EXTERN.findall(ptx) if n != "__assertfail")
+    text = _COMMENT.sub(" ", ptx)
+    return tuple(n or "unknown" for n in _EXTERN.findall(text) if n != "__assertfail")
 
 
 def prepare_reads(artifact: Artifact) -> tuple[str, ...]:

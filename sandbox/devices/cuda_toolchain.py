@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from sandbox.artifact import Artifact, LaunchPlan
 from sandbox.assemble import Assembled, AssemblyFailed, ToolchainMissing, assemble
-from sandbox.devices import cuda_plan
+from sandbox.devices import cuda_elf, cuda_plan
 from sandbox.devices.base import Faulted, Refused
 from sandbox.lint import lint_ptx
 from sandbox.ptx import PtxError
 from sandbox.verdict import Failure, KernelResources, Status
+
+ASSERT = "__assertfail"  # prints and traps; it launches nothing and keeps nothing
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ def build(artifact: Artifact) -> Built:
     for name, plan in plans.items():
         if plan.ptx not in done:
             done[plan.ptx] = _assemble(name, plan.ptx, artifact.arch)
+            _check_code(name, done[plan.ptx].cubin)
     resources = {r.kernel: r for a in done.values() for r in a.resources}
     return Built({ptx: a.cubin for ptx, a in done.items()}, tuple(resources.values()))
 
@@ -57,6 +60,23 @@ def _lint(name: str, arch: str, plan: LaunchPlan) -> None:
     if found:
         where = {**found[0].where, "plan": name}
         raise Refused(Status.LINT, Failure(found[0].rule, found[0].message, where))
+
+
+def _check_code(name: str, cubin: bytes) -> None:
+    """The same two rules on machine code: a bare `.func` prototype, say, calls the device runtime without `.extern`."""
+    try:
+        wanted = [s for s in cuda_elf.undefined(cubin) if s != ASSERT and not s.startswith(".nv.")]
+        kept = cuda_elf.variables(cubin)
+    except cuda_elf.NotElf as error:
+        raise Faulted(
+            Status.INFRA, Failure("toolchain", f"ptxas wrote no ELF file: {error}")
+        ) from error
+    if wanted:
+        message = f"{name} calls the device runtime: {', '.join(wanted)[:200]}"
+        raise Refused(Status.LINT, Failure("extern-function", message, {"plan": name}))
+    if kept:
+        message = f"{name} has module variables that outlive a launch ({', '.join(kept)})"
+        raise Refused(Status.LINT, Failure("writable-global", message, {"plan": name}))
 
 
 def _assemble(name: str, ptx: str, arch: str) -> Assembled:

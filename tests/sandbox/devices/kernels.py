@@ -91,6 +91,25 @@ $AGAIN:
     ret;
 }}
 """
+PRINTS = """
+    {{
+        .param .b64 format;
+        .param .b64 values;
+        .param .b32 done;
+        st.param.b64 [format], %rd1;
+        st.param.b64 [values], %rd2;
+        call.uni (done), vprintf, (format, values);
+    }}
+    ret;
+}}
+"""
+COUNTS = """
+    ld.global.u32 %r6, [state];
+    add.u32 %r6, %r6, 1;
+    st.global.u32 [state], %r6;
+    ret;
+}}
+"""
 
 
 def kernel(body: str, name: str = "k", arch: str = "sm_90a") -> str:

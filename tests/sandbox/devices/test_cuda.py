@@ -10,7 +10,7 @@ import torch
 
 from sandbox import canary
 from sandbox.artifact import Artifact, LaunchPlan
-from sandbox.devices import cuda_facts
+from sandbox.devices import cuda_elf, cuda_facts
 from sandbox.devices.base import Faulted, Refused
 from sandbox.devices.cuda import CudaDevice
 from sandbox.devices.cuda_plan import Residency
@@ -268,3 +268,66 @@ def test_an_endless_loop_over_many_blocks_is_refused_unless_cooperative() -> Non
         device(driver).load(kernels.artifact(kernels.ENDLESS, N))
     assert refused.value.failure.rule == "spin-not-cooperative"
     assert refused.value.failure.where["plan"] == "step"
+
+
+@pytest.mark.parametrize(
+    ("declaration", "body", "rule"),
+    [
+        (
+            ".extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);",
+            kernels.PRINTS,
+            "extern-function",
+        ),
+        (
+            ".extern /**/ .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);",
+            kernels.PRINTS,
+            "extern-function",
+        ),
+        (
+            ".func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);",
+            kernels.PRINTS,
+            "extern-function",
+        ),
+        (
+            ".weak .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);",
+            kernels.PRINTS,
+            "extern-function",
+        ),
+        (".visible /**/ .global .align 4 .u32 state;", kernels.COUNTS, "writable-global"),
+        ("/**/ .global .align 4 .u32 state = 7;", kernels.COUNTS, "writable-global"),
+    ],
+)
+def test_device_runtime_and_module_state_are_found_however_they_are_written(
+    declaration: str, body: str, rule: str
+) -> None:
+    a = kernels.artifact(body, N)
+    marker = ".extern .shared"
+    ptx = a.step.ptx.replace(marker, f"{declaration}\n{marker}")
+    driver = FakeDriver(kernels={"k": CANARY})
+    with pytest.raises(Refused) as refused:
+        device(driver).load(replace(a, step=LaunchPlan(ptx, a.step.launches)))
+    assert (refused.value.status, refused.value.failure.rule) == (Status.LINT, rule)
+    assert driver.loaded == []
+
+
+def test_functions_and_constants_of_the_module_itself_are_fine() -> None:
+    own = ".func (.reg .b32 o) plus(.reg .b32 i) { add.u32 o, i, 1; ret; }\n.const .align 4 .u32 c = 7;\n"
+    ptx = kernels.kernel(kernels.DOUBLE).replace(".extern .shared", own + ".extern .shared")
+    ptx = ptx.replace(
+        "    ret;\n}", "    call (%r6), plus, (%r5);\n    st.global.u32 [%rd5], %r6;\n    ret;\n}"
+    )
+    a = kernels.artifact(kernels.DOUBLE, N)
+    driver = FakeDriver(kernels={"k": CANARY})
+    device(driver).load(replace(a, step=LaunchPlan(ptx, a.step.launches)))
+    assert len(driver.loaded) == 1
+
+
+def test_bytes_that_are_no_elf_are_told_apart() -> None:
+    for data in (
+        b"",
+        b"\x7fELF",
+        b"\x7fELF\x02\x01" + bytes(50),
+        b"\x7fELF\x02\x01" + b"\xff" * 200,
+    ):
+        with pytest.raises(cuda_elf.NotElf):
+            cuda_elf.undefined(data)
