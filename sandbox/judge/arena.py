@@ -78,8 +78,10 @@ class Arena(Mapping[str, torch.Tensor]):
 
     @property
     def raw(self) -> torch.Tensor:
-        """The single allocation of an arena made with `together`, guards included."""
+        """The single allocation of an arena made with `together`, guards included; empty without buffers."""
         raws = {id(s.raw): s.raw for s in self._slots.values()}
+        if not raws:
+            return torch.empty(0, dtype=torch.uint8, device=self.place.device)
         (raw,) = raws.values()
         return raw
 

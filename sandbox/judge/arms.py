@@ -1,13 +1,13 @@
-"""Arms of a timing run: the candidate or incumbent as a recorded chain of steps, and trusted torch baselines.
+"""Arms of a timing run: the candidate or incumbent as a recorded chain of steps (baselines: `sandbox.judge.baselines`).
 
 An arm only runs. The order, the clock and the comparison of outputs are `sandbox.judge.timing`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,11 +15,8 @@ from sandbox.artifact import Artifact
 from sandbox.devices.base import Bound, Program
 from sandbox.judge import poison
 from sandbox.judge.arena import Arena
-from sandbox.judge.case import Case, load_attribute
 from sandbox.judge.lanes import Lanes
 from sandbox.judge.rig import Rig, clear, load_constants, place_of, undefined_of
-
-BASELINE_STEPS = 16
 
 
 class Arm(Protocol):
@@ -121,50 +118,3 @@ def _set_up(arena: Arena, loaded: tuple[Artifact, Program], lanes: Lanes, s: int
         fresh = frozenset(b.name for b in artifact.buffers if b.init == "undefined")
         program.bind("prepare", {**lanes.weights[s], **arena}, fresh).launch()
         lanes.case.device.synchronize()
-
-
-@dataclass
-class BaselineArm:
-    """A trusted torch callable, one instance for each set of weights, captured in a CUDA graph on cuda."""
-
-    name: str
-    steps: int
-    run: Callable[[], None]
-    launches: int = 0
-
-    def replay(self) -> None:
-        self.run()
-
-
-def baseline_arm(name: str, where: str, lanes: Lanes) -> BaselineArm:
-    """Build, warm up and capture a baseline. It may raise whatever torch raises."""
-    case = lanes.case
-    made: list[Any] = []
-    for s in range(lanes.sets):
-        one = load_attribute(where)()
-        one.prepare(case.workload, lanes.tensors(s))
-        made.append(one)
-    steps = min(lanes.steps, -(-BASELINE_STEPS // lanes.sets) * lanes.sets)
-
-    def chain() -> None:
-        for i in range(steps):
-            made[i % len(made)].step()
-
-    for _ in range(2):
-        chain()
-    case.device.synchronize()
-    return BaselineArm(name, steps, _captured(case, chain))
-
-
-def _captured(case: Case, chain: Callable[[], None]) -> Callable[[], None]:
-    if case.device.torch_device == "cpu":
-        return chain
-    graph: Any = torch.cuda.CUDAGraph()
-    # torch's own capture: its allocator keeps the intermediates of a graph apart
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        chain()
-
-    def replay() -> None:
-        graph.replay()
-
-    return replay

@@ -15,8 +15,8 @@ import numpy as np
 from sandbox.artifact import Artifact
 from sandbox.devices.base import Bound, Faulted, Program, Refused, Timer
 from sandbox.judge import arms as arm_kinds
+from sandbox.judge import baselines, modelled, ranking, stats
 from sandbox.judge import lanes as lane_memory
-from sandbox.judge import modelled, ranking, stats
 from sandbox.judge.arms import Arm, PlanArm
 from sandbox.judge.case import Case, read_artifact
 from sandbox.judge.chains import ChainCheck
@@ -127,19 +127,28 @@ def _make_arms(s: Session, rival: tuple[Artifact, Program] | None) -> None:
         s.arms.append(incumbent)
         reference = incumbent
     s.arms.append(Twin(reference))
-    known = getattr(s.case.target, "baselines", {})
     for name in s.case.job.baselines:
-        if name not in known:
-            continue
-        s.lanes.restore()
-        try:
-            s.arms.append(arm_kinds.baseline_arm(name, known[name], s.lanes))
-        except Faulted:
-            raise
-        except Exception as error:  # a baseline is a comparison; its failure is said, not fatal
-            s.draft.findings.append(
-                Failure("baseline", f"baseline {name} failed: {str(error)[:300]}")
-            )
+        _add_baseline(s, name)
+
+
+def _add_baseline(s: Session, name: str) -> None:
+    """A baseline is a comparison: where it fails, that is said and the candidate's verdict does not hang on it."""
+    where = getattr(s.case.target, "baselines", {}).get(name)
+    if where is None:
+        s.draft.not_verified.append(f"baseline {name}: this target has none")
+        return
+    try:
+        arm = baselines.baseline_arm(name, where, s.lanes, s.checker)
+    except Faulted:
+        raise
+    except Exception as error:
+        s.draft.findings.append(Failure("baseline", f"baseline {name} failed: {str(error)[:300]}"))
+        return
+    if arm.failure is not None:
+        message = f"baseline {name} is wrong and not timed: {arm.failure.message}"
+        s.draft.findings.append(Failure("baseline", message, arm.failure.where))
+        return
+    s.arms.append(arm)
 
 
 def _measure(s: Session) -> Measured:

@@ -19,13 +19,14 @@ from tests.sandbox.judge import toy
 
 torch.set_num_threads(1)
 Kernel = Callable[[Mapping[str, torch.Tensor]], None]
-FEW = {"seeds": 1, "steps": 1, "repeats": 1, "chain": 4, "resamples": 500}
+FEW = {"seeds": 1, "steps": 1, "repeats": 1, "long": 0, "chain": 4, "resamples": 500}
 
 
 def run(job: JudgeJob, device: FakeDevice) -> Verdict:
     """With short chains: the fake's kernels are slow."""
     effort = FULL if job.tier is Tier.FULL else SCREEN
-    return judge.run(job, device, todo=replace(effort, **FEW))
+    todo = replace(effort, **FEW, distributions=False, probes=False)
+    return judge.run(job, device, todo=todo)
 
 
 def timed(
@@ -80,10 +81,13 @@ def test_the_incumbent_itself_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_baselines_are_arms(tmp_path: Path) -> None:
-    v = timed(tmp_path, {"k": 10.0}, baselines=("graph", "broken", "unknown"))
+    v = timed(tmp_path, {"k": 10.0}, baselines=("graph", "broken", "wrong", "unknown"))
     t = row(v)
     assert t.best_baseline == "graph" and t.speedup_graph is not None
-    assert any("no such operator" in f.message for f in v.findings)
+    said = [f.message for f in v.findings]
+    assert any("no such operator" in m for m in said)
+    assert any("baseline wrong is wrong and not timed" in m for m in said)
+    assert any("baseline unknown" in line for line in v.not_verified)
 
 
 def test_faster_than_the_bytes_allow_is_a_cheat(tmp_path: Path) -> None:
@@ -181,3 +185,18 @@ def test_modelled_times_compare_exactly(tmp_path: Path) -> None:
         assert v.outcome is expected and v.timing is not None and v.timing.kind == "modelled"
         ratio = v.timing.workloads[0].speedup_incumbent
         assert ratio is not None and ratio.low == ratio.value == ratio.high == 10.0 / cost
+
+
+def test_full_adds_a_cold_step(tmp_path: Path) -> None:
+    v = timed(tmp_path, {"k": 10.0, "old": 10.5}, tier=Tier.FULL)
+    assert v.outcome is Outcome.BETTER, v
+    detail = row(v).detail
+    assert detail["cold_us"]["candidate"] == pytest.approx(10.0, rel=0.01)
+    assert detail["cold_ratio"][0] == pytest.approx(1.05, rel=0.01) and detail["blocks"] == 40
+    assert not any("cold" in line for line in v.not_verified)
+
+
+def test_small_weights_rotate_through_several_sets(tmp_path: Path) -> None:
+    v = timed(tmp_path, {"k": 10.0}, l2_bytes=1 << 20)
+    assert row(v).detail["weight_sets"] == 16
+    assert any("below 4 x L2" in line for line in v.not_verified)

@@ -173,6 +173,12 @@ class ToyBaseline:
         right(self.tensors)
 
 
+class WrongBaseline(ToyBaseline):
+    def step(self) -> None:
+        right(self.tensors)
+        self.tensors["outputs.y"][0] = 0.0
+
+
 class Broken:
     def prepare(self, w: Workload, tensors: Tensors) -> None:
         raise RuntimeError("no such operator")

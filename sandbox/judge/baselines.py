@@ -1,0 +1,90 @@
+"""Baselines as arms of a timing run: trusted torch callables of the target, captured in a CUDA graph.
+
+A baseline is compared with the oracle once, so that nobody beats a baseline that does something else. Its launches are
+not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sandbox.judge.case import Case, load_attribute
+from sandbox.judge.checks import Checker, Moment
+from sandbox.judge.lanes import Lanes
+from sandbox.judge.locate import Where
+from sandbox.verdict import Failure
+from targets.reference import Tensors
+
+STEPS = 16
+"""Steps of one replay, where the lanes have as many: baselines have many launches, and graphs of them grow."""
+
+
+@dataclass
+class BaselineArm:
+    """One instance for each set of weights; `failure` if its results are not the oracle's."""
+
+    name: str
+    steps: int
+    run: Callable[[], None]
+    failure: Failure | None
+    launches: int = 0
+
+    def replay(self) -> None:
+        self.run()
+
+
+def baseline_arm(name: str, where: str, lanes: Lanes, checker: Checker) -> BaselineArm:
+    """Build, compare, warm up and capture a baseline. It may raise whatever torch raises."""
+    case = lanes.case
+    made: list[Any] = []
+    for s in range(lanes.sets):
+        one = load_attribute(where)()
+        one.prepare(case.workload, lanes.tensors(s))
+        made.append(one)
+    lanes.restore()
+    failure = _compare(made[0], lanes, Checker(case, noise=dict(checker.noise)))
+    steps = min(lanes.steps, -(-STEPS // lanes.sets) * lanes.sets)
+
+    def chain() -> None:
+        for i in range(steps):
+            made[i % len(made)].step()
+
+    chain()
+    case.device.synchronize()
+    return BaselineArm(name, steps, _captured(case, chain), failure)
+
+
+def _compare(one: Any, lanes: Lanes, checker: Checker) -> Failure | None:
+    """One step on lane 0 against the oracle."""
+    case, tensors = lanes.case, lanes.tensors(0)
+
+    def copy() -> Tensors:
+        return {b.name: tensors[b.name].clone() for b in case.buffers("outputs", "states")}
+
+    before = copy()
+    given = {**_named(tensors, case, "inputs", "weights"), **_named(before, case, "states")}
+    one.step()
+    case.device.synchronize()
+    return checker.check(Moment(given, before, copy(), Where(0, 0, "baseline")), fresh_band=False)
+
+
+def _named(tensors: Mapping[str, torch.Tensor], case: Case, *groups: str) -> Tensors:
+    return {b.name: tensors[b.name] for b in case.buffers(*groups)}
+
+
+def _captured(case: Case, chain: Callable[[], None]) -> Callable[[], None]:
+    if case.device.torch_device == "cpu":
+        return chain
+    graph: Any = torch.cuda.CUDAGraph()
+    # torch's own capture: its allocator keeps the intermediates of a graph apart
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        chain()
+
+    def replay() -> None:
+        graph.replay()
+
+    return replay
