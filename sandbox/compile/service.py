@@ -106,10 +106,10 @@ class Service:
         return self._settle(run, answer)
 
     def _start(self, run: _Run) -> box.Boxed | box.Broken:
-        """A worker that has the job. One that died while it waited is not the candidate's fault: try another."""
+        """A worker that has the job. One that died while it waited is not the candidate's fault: try others."""
         body, blocks = _request(run.job, self._deadline_s)
         broken: box.Broken | None = None
-        for _ in range(2):
+        for _ in range(3):
             worker = self._pool.take(run.job.arch)
             if isinstance(worker, box.Broken):
                 return worker

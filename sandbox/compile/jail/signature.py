@@ -25,6 +25,7 @@ NUMPY = {
     "float8_e5m2": "e5m2", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8",
     "uint64": "u64", "uint32": "u32", "uint16": "u16", "uint8": "u8",
 }  # fmt: skip
+MAX_CONSTANTS = 256
 RESERVED = ("dims", "arch", "sms")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 
@@ -165,6 +166,9 @@ def constants(module: ModuleType, cfg: SimpleNamespace) -> tuple[list[Tensor], l
             "constants",
             "constants(dims, cfg) must return a dict of name -> numpy array",
         )
+    if len(arrays) > MAX_CONSTANTS:
+        text = f"constants(dims, cfg) returns {len(arrays)} arrays, more than {MAX_CONSTANTS}"
+        raise Refused("rejected", "constants", text)
     tensors, data = [], []
     for name, value in arrays.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -190,7 +194,7 @@ def visible_to_prepare(tensor: Tensor) -> bool:
 
 
 def tree(paths: Sequence[str], values: Sequence[Any]) -> SimpleNamespace:
-    """`t`: namespaces by path, lists where all keys of a level are numbers 0, 1, 2 ..."""
+    """`t`: namespaces by path, lists where the keys of a level are the numbers 0, 1, 2 ..."""
     root: dict[str, Any] = {
         g: {} for g in ("inputs", "weights", "states", "outputs", "workspace", "constants")
     }
@@ -199,6 +203,10 @@ def tree(paths: Sequence[str], values: Sequence[Any]) -> SimpleNamespace:
         level = root
         for key in parents:
             level = level.setdefault(key, {})
+            if not isinstance(level, dict):
+                raise Refused("rejected", "names", f"{path}: {key} is a buffer already")
+        if leaf in level:
+            raise Refused("rejected", "names", f"{path} is declared twice, or has others below it")
         level[leaf] = value
     return SimpleNamespace(**{k: _node(v) for k, v in root.items()})
 
@@ -206,6 +214,6 @@ def tree(paths: Sequence[str], values: Sequence[Any]) -> SimpleNamespace:
 def _node(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    if value and all(k.isdigit() for k in value):
-        return [_node(value[k]) for k in sorted(value, key=int)]
+    if value and set(value) == {str(i) for i in range(len(value))}:
+        return [_node(value[str(i)]) for i in range(len(value))]
     return SimpleNamespace(**{k: _node(v) for k, v in value.items()})
