@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
 ASK, ANSWER = "#ask ", "#answer "
 ORDINARY_UID = 58321
 SYSTEM_PYTHON = Path("/usr/bin/python3")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from attack_catalog import ATTACKS, Attack
 from sandbox.box import syscalls
+from tests.attacks.attack_catalog import ATTACKS, Attack
 
 ME = "root" if os.getuid() == 0 else "user"
 ROOT_WAYS = ("strict A", "strict B", "landlock", "seccomp")

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from sandbox import box
-
-HERE = Path(__file__).parent
-
-
-def spec(worker: str, **changes: object) -> box.Spec:
-    return box.Spec(HERE / "workers" / f"{worker}.py", **changes)  # type: ignore[arg-type]
+from tests.sandbox.box.specs import spec
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +20,3 @@ def choice() -> box.Choice:
 @pytest.fixture(scope="session")
 def offered() -> list[box.Choice]:
     return box.offered(spec("echo"), box.Settings())
-
-
-@pytest.fixture
-def python() -> str:
-    return sys.executable

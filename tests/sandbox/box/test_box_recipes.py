@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import spec
 
 from sandbox.box import bwrap, paths, scratch
 from sandbox.box.bwrap import Box, arguments
+from tests.sandbox.box.specs import spec
 
 
 def after(words: list[str], option: str) -> list[list[str]]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import spec
 
 from sandbox import box
 from sandbox.box import procfs
+from tests.sandbox.box.specs import spec
 
 MB = 1 << 20
 CAPS = box.Caps({"ptx": MB})
@@ -212,8 +212,8 @@ def test_boxes_run_side_by_side_apart(choice: box.Choice) -> None:
 
 PARENT = """
 import sys, time
-sys.path[:0] = [{root!r}, {here!r}]
-from conftest import spec
+sys.path.insert(0, {root!r})
+from tests.sandbox.box.specs import spec
 from sandbox import box
 found = box.choose(spec("echo"), box.Settings())
 boxed = box.start(spec("echo"), found)
@@ -224,8 +224,7 @@ time.sleep(60)
 
 
 def test_nothing_survives_the_death_of_the_parent(choice: box.Choice) -> None:
-    here = Path(__file__).parent
-    code = PARENT.format(root=str(here.parents[2]), here=str(here))
+    code = PARENT.format(root=str(Path(__file__).parents[3]))
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     members = procfs.tree(int(parent.stdout.readline()))

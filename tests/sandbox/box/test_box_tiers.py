@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import spec
 
 from sandbox import box
 from sandbox.box import bwrap, landlock, tiers
 from sandbox.box.recipe import Way
+from tests.sandbox.box.specs import spec
 
 ORDER = list(box.BoxTier)
 
