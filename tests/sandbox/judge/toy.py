@@ -46,6 +46,7 @@ class Toy:
         default_factory=lambda: {
             "graph": f"{Path(__file__)}:ToyBaseline",
             "broken": f"{Path(__file__)}:Broken",
+            "wrong": f"{Path(__file__)}:WrongBaseline",
         }
     )
 
