@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from agent import search
 from agent.budget import Ledger
+from agent.types import Tried
 from sandbox.verdict import Verdict
 
 STYLE = {"better": "bold green", "passed": "green", "not_timed": "green", "slow": "yellow"}
@@ -74,6 +76,16 @@ class Screen:
         if live is not None:
             live.stop()
             self.console.print(self.table())
+
+    def recall(self, history: Sequence[Tried], round: int) -> None:
+        """Show what earlier sessions found; `round` is the one that comes next."""
+        self.rounds = round if history else 0
+        for t in history:
+            status = str(t.verdict.outcome or t.verdict.status)
+            line = Line(t.seq, t.round, status, t.us, t.fraction, t.speedup, "", t.promoted)
+            self.lines[t.seq] = line
+            if t.promoted:
+                self.best = line
 
     def say(self, text: str) -> None:
         with self._lock:

@@ -234,6 +234,8 @@ def _work(place: Place, run: str, s: RunSettings, services: Services, as_json: b
     console = common.talk()
     ledger = make_ledger(place, run, s)
     screen = Screen(console, f"{s.target} on {s.device}, run {run}", ledger)
+    queries = Queries(Store(place.db), place.workspace)
+    screen.recall(queries.history(run), queries.run(run)["rounds"] + 1)
     session = Session(place, screen)
     with hold(place.workspace.run(run)), interrupts.draining(session.stop, services.close) as came:
         party = seats.seat(run, s, session, ledger.check)

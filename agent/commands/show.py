@@ -55,6 +55,8 @@ def _run(queries: Queries, run: dict[str, Any], as_json: bool) -> int:
     for row in rows:
         row["result"] = row["outcome"] or row["status"]
         row["result"] += " *" if row["promoted"] else ""
+        if row["duplicate_of"] is not None:
+            row["result"] = f"same work as {row['duplicate_of']}"
         measured = row["fraction_of_floor_measured"]
         row["fraction"] = measured if measured is not None else row["fraction_of_floor_spec"]
     decisions = queries.decisions(run["id"])
