@@ -60,36 +60,34 @@ def address(k: Kernel, op: Operand, instr: Instr, space: int) -> str:
 
 
 def locate(k: Kernel, instr: Instr, addr: str, access: Access) -> str:
-    """Pointer to the accessed bytes."""
+    """Pointer to the accessed bytes. After a fault it leads to spare bytes, and the thread stops when it next suspends."""
     if access.space == L.PARAM:
         return _param(k, instr, addr, access)
     if access.space == L.LOCAL:
         return _local(k, instr, addr, access)
     site = k.site(instr)
-    slow, join = k.fresh("slow"), k.fresh("join")
     if k.options.exact:
-        return k.let(f"inttoptr i64 {_call(k, site, addr, access)} to ptr")
+        return _call(k, "rt_place", site, addr, access)
+    if not k.graph.in_loop[k.block.index]:
+        # straight-line code runs once a thread: a call keeps the text short
+        return _call(k, "rt_shared_place" if access.space == L.SHARED else "rt_global_place", site, addr, access)
+    slow, join = k.fresh("slow"), k.fresh("join")
     if access.space == L.SHARED:
         fast, label = _shared_fast(k, addr, access, slow)
     else:
         fast, label = _global_fast(k, site, addr, access, slow)
     k.go(join)
     k.place(slow)
-    host = _call(k, site, addr, access)
-    pointer = k.let(f"inttoptr i64 {host} to ptr")
-    last = k.fresh("found")
-    k.go(last)
-    k.place(last)
+    pointer = _call(k, "rt_place", site, addr, access)
     k.go(join)
     k.place(join)
-    return k.let(f"phi ptr [ {fast}, %{label} ], [ {pointer}, %{last} ]")
+    return k.let(f"phi ptr [ {fast}, %{label} ], [ {pointer}, %{slow} ]")
 
 
-def _call(k: Kernel, site: int, addr: str, access: Access) -> str:
+def _call(k: Kernel, name: str, site: int, addr: str, access: Access) -> str:
     flags = access.flags | access.space
-    host = k.runtime("rt_access", str(site), addr, str(access.size), str(access.size), str(flags))
-    k.check(host)
-    return host
+    host = k.runtime(name, str(site), addr, str(access.size), str(flags))
+    return k.let(f"inttoptr i64 {host} to ptr")
 
 
 def _log2(size: int) -> int:
@@ -139,7 +137,7 @@ def _param(k: Kernel, instr: Instr, addr: str, access: Access) -> str:
         if int(addr) + access.size > k.entry.param_bytes or int(addr) % access.size:
             raise Unsupported(instr, "outside the parameters")
         return k.let(f"getelementptr i8, ptr %params, i64 {addr}")
-    return k.let(f"inttoptr i64 {_call(k, k.site(instr), addr, access)} to ptr")
+    return _call(k, "rt_place", k.site(instr), addr, access)
 
 
 def _local(k: Kernel, instr: Instr, addr: str, access: Access) -> str:

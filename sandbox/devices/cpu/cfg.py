@@ -49,6 +49,19 @@ def registers(operand: Operand) -> Iterator[str]:
             yield from registers(item)
 
 
+MEETS = {"shfl", "vote", "redux", "match", "elect", "activemask", "mma", "ldmatrix", "stmatrix", "movmatrix"}
+
+
+def always_waits(instr: Instr) -> bool:
+    """Whether a thread that executes the instruction leaves the kernel every time, so that its registers are saved."""
+    if instr.guard is not None:
+        return False
+    op, rest = instr.parts[0], instr.parts[1:]
+    if op in ("bar", "barrier"):
+        return "wait" in rest if "cluster" in rest else "sync" in rest or "red" in rest
+    return op in MEETS
+
+
 def has_result(instr: Instr) -> bool:
     """Whether the first operand is written."""
     if not instr.operands:
@@ -90,6 +103,7 @@ class Graph:
         self.live_out = [0] * len(self.blocks)
         self._liveness()
         self.in_loop = self._loops()
+        self.dirty_in = self._dirty()
 
     def _connect(self) -> None:
         for block in self.blocks:
@@ -170,6 +184,35 @@ class Graph:
                 if out != self.live_out[block.index] or into != self.live_in[block.index]:
                     self.live_out[block.index], self.live_in[block.index] = out, into
                     changed = True
+
+    def _dirty(self) -> list[int]:
+        """Registers that may differ from what the frame holds, at the start of each block."""
+        everything = (1 << len(self.names)) - 1
+        into = [0] * len(self.blocks)
+        into[0] = everything
+        work = list(range(len(self.blocks)))
+        seen = [False] * len(self.blocks)
+        while work:
+            index = work.pop()
+            out = self._dirty_out(self.blocks[index], into[index])
+            for s in self.blocks[index].succs:
+                if out & ~into[s] or not seen[s]:
+                    into[s] |= out
+                    seen[s] = True
+                    work.append(s)
+        return into
+
+    def _dirty_out(self, block: Block, dirty: int) -> int:
+        live = self.live_out[block.index]
+        after = []
+        for instr in reversed(block.instrs):
+            after.append(live)
+            live = self.before(instr, live)
+        for instr, alive in zip(block.instrs, reversed(after), strict=True):
+            if always_waits(instr):
+                dirty &= ~(alive & ~self.defs[id(instr)])
+            dirty |= self.defs[id(instr)]
+        return dirty
 
     def _loops(self) -> list[bool]:
         """Blocks on a cycle, by Tarjan's components, without recursion."""

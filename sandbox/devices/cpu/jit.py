@@ -94,7 +94,15 @@ def _compile(text: str, level: int) -> bytes:
     module.data_layout = str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=level)
     builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
+    if level > 1:
+        builder.getModulePassManager().run(module, builder)
+    else:
+        # kernels are long and run briefly: registers out of memory, peepholes, branches, nothing else pays
+        passes = llvm.create_new_module_pass_manager()
+        passes.add_sroa_pass()
+        passes.add_instruction_combine_pass()
+        passes.add_simplify_cfg_pass()
+        passes.run(module, builder)
     return bytes(machine.emit_object(module))
 
 

@@ -56,7 +56,8 @@ class Kernel(Text):
         self._frame: dict[str, int] = {}
         self._alloca = {name: f"%r{i}" for i, name in enumerate(entry.regs)}
         self._resumes: list[str] = []
-        self._dirty = 0
+        self._dirty = 0  # registers that may differ from the frame
+        self._away = 0  # registers whose value is in the frame alone
         self.live_after = 0
         self.block: Block = self.graph.blocks[0]
         self.effects = [False] * len(self.graph.blocks)
@@ -129,6 +130,7 @@ class Kernel(Text):
             return
         have = self.bits_of(op.name)
         self._dirty |= 1 << self.graph.number[op.name]
+        self._away &= ~(1 << self.graph.number[op.name])
         self.do(
             f"store i{have} {self.resize(value, bits, have, signed)}, ptr {self._alloca[op.name]}"
         )
@@ -195,21 +197,20 @@ class Kernel(Text):
     def suspend(self, instr: Instr, state: int, live: int, *, certain: bool) -> None:
         """Save `live`, leave the kernel in `state`, and go on here when resumed. `certain`: every path here suspends."""
         self._leave(self.site(instr), state, live)
-        if certain and instr.guard is None:
+        certain = certain and instr.guard is None
+        self.place(self._resume(0 if certain else live & ~self._away))
+        if certain:
             self._dirty &= ~live
-        label = self._resume(live)
-        self.place(label)
+            self._away = live
 
     def _leave(self, site: int, state: int, live: int) -> None:
-        for name in self.graph.set_of(live & self._dirty):
+        for name in self.graph.set_of(live & self._dirty & ~self._away):
             have = self.bits_of(name)
             value = self.let(f"load i{have}, ptr {self._alloca[name]}")
             if have < 64:
                 value = self.let(f"zext i{have} {value} to i64")
             kind = "i128" if have == 128 else "i64"
-            self.do(
-                f"store {kind} {value}, ptr {self.at('%t', L.T_FRAME + self.slot(name))}, align 8"
-            )
+            self.do(f"store {kind} {value}, ptr {self.at('%t', L.T_FRAME + self.slot(name))}, align 8")
         self.put("%t", L.T_PC, str(len(self._resumes) + 1))
         self.put("%t", L.T_STATE, str(state))
         self.put("%t", L.T_SITE, str(site))
@@ -220,17 +221,23 @@ class Kernel(Text):
         label, after = self.fresh("resume"), self.fresh("after")
         self._resumes.append(label)
         self.place(label)
-        for name in self.graph.set_of(live):
+        self._restore(live)
+        self.go(after)
+        return after
+
+    def _restore(self, names: int) -> None:
+        for name in self.graph.set_of(names):
             have = self.bits_of(name)
             kind = "i128" if have == 128 else "i64"
-            value = self.let(
-                f"load {kind}, ptr {self.at('%t', L.T_FRAME + self.slot(name))}, align 8"
-            )
+            value = self.let(f"load {kind}, ptr {self.at('%t', L.T_FRAME + self.slot(name))}, align 8")
             if have < 64:
                 value = self.let(f"trunc i64 {value} to i{have}")
             self.do(f"store i{have} {value}, ptr {self._alloca[name]}")
-        self.go(after)
-        return after
+
+    def fetch(self, names: int) -> None:
+        """Bring registers back from the frame before they are used."""
+        self._restore(names & self._away)
+        self._away &= ~names
 
     def dirty_all(self) -> None:
         self._dirty = (1 << len(self._alloca)) - 1
@@ -248,13 +255,18 @@ class Kernel(Text):
 
         for block in self.graph.blocks:
             self.block = block
-            self.dirty_all()
+            self._dirty = self.graph.dirty_in[block.index]
+            self._away = 0
             self.place(f"bb{block.index}")
             self._count_block(block)
             after = self._live_afters(block)
             for i, instr in enumerate(block.instrs):
                 self.live_after = after[i]
+                if i == len(block.instrs) - 1 and instr.parts[0] in ("bra", "brx", "ret", "exit", "trap"):
+                    self.fetch(after[i])
+                self.fetch(self.graph.uses[id(instr)])
                 self._instr(instr, handlers)
+            self.fetch(self.graph.live_out[block.index])
             finish(self, block)
         return self._module()
 

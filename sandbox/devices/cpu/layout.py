@@ -143,6 +143,7 @@ H_DEADLOCK, H_LIVELOCK, H_BUDGET = 32, 33, 34
 N_UNWRITTEN, N_RACE, N_SHFL, N_TRAILING = 1, 2, 3, 4
 
 SLICE = 1 << 20
+SPARE = 30720  # bytes of the scratch area that accesses after a fault may use
 
 # warp-wide operations
 (O_SYNC, O_SHFL_IDX, O_SHFL_UP, O_SHFL_DOWN, O_SHFL_BFLY, O_VOTE_ALL, O_VOTE_ANY, O_VOTE_UNI, O_BALLOT,

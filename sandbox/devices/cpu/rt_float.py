@@ -11,18 +11,11 @@ from sandbox.devices.cpu.words import *
 
 
 def rt_half_value(h: i64) -> i64:
-    """f32 bits of an f16."""
-    sign = (h & 0x8000) << 16
-    e = (h >> 10) & 31
-    f = h & 0x3FF
-    if e == 31:
-        return sign | 0x7F800000 | (f << 13)
-    if e == 0:
-        if f == 0:
-            return sign
-        shift = leading_zeros(f) - 53
-        return sign | ((113 - shift) << 23) | (((f << shift) & 0x3FF) << 13)
-    return sign | ((e + 112) << 23) | (f << 13)
+    """f32 bits of an f16: its bits moved into place are the value times 2^-112, subnormals included."""
+    bits = bits32(f32_of((h & 0x7FFF) << 13) * f32_of(0x77800000))
+    if h & 0x7C00 == 0x7C00:
+        bits = 0x7F800000 | ((h & 0x3FF) << 13)
+    return bits | ((h & 0x8000) << 16)
 
 
 def rt_small_bits(v: i64, ebits: i64, mbits: i64, sticky: i64) -> i64:
@@ -87,17 +80,11 @@ def rt_e5m2_value(b: i64) -> i64:
 
 
 def rt_e4m3_value(b: i64) -> i64:
-    sign = (b & 0x80) << 24
+    """f32 bits of an e4m3, the same way; its only NaN is all ones."""
+    bits = bits32(f32_of((b & 0x7F) << 20) * f32_of(0x7B800000))
     if b & 0x7F == 0x7F:
-        return sign | 0x7FC00000
-    e = (b >> 3) & 15
-    f = b & 7
-    if e == 0:
-        if f == 0:
-            return sign
-        shift = leading_zeros(f) - 60
-        return sign | ((121 - shift) << 23) | (((f << shift) & 7) << 20)
-    return sign | ((e + 120) << 23) | (f << 20)
+        bits = 0x7FC00000
+    return bits | ((b & 0x80) << 24)
 
 
 def rt_e4m3_bits(v: i64) -> i64:

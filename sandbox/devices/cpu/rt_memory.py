@@ -167,3 +167,32 @@ def rt_access(
             return rt_fault(ctx, b, t, F_ALIGN, site, addr, align)
         return ld64(ctx + C_PARAMS) + off
     return rt_global(ctx, b, t, site, addr, size, align, flags)
+
+
+def rt_place(ctx: i64, b: i64, t: i64, site: i64, addr: i64, size: i64, flags: i64) -> i64:
+    """Host address of an access of `size` aligned bytes; spare bytes after a fault, so that the kernel need not ask."""
+    p = rt_access(ctx, b, t, site, addr, size, size, flags)
+    if p == 0:
+        return ld64(ctx + C_SCRATCH) + SPARE
+    return p
+
+
+def rt_global_place(ctx: i64, b: i64, t: i64, site: i64, addr: i64, size: i64, flags: i64) -> i64:
+    """The same, asking for the buffer hit last first."""
+    cell = ld64(ctx + C_SITES) + site * 16
+    off = addr - ld64(cell)
+    if off & (size - 1) == 0:
+        if ult(lshr(off, rt_log2(size)), ld64(cell + 8)):
+            return addr
+    return rt_place(ctx, b, t, site, addr, size, flags)
+
+
+def rt_shared_place(ctx: i64, b: i64, t: i64, site: i64, addr: i64, size: i64, flags: i64) -> i64:
+    """The same for shared memory, trying the own block first."""
+    off = (addr & 0xFFFFFFFF) - ld64(b + B_LO)
+    if off >= 0 and off + size <= ld64(ctx + C_SMEM) and addr & (size - 1) == 0:
+        shadow = ld64(b + B_SHADOW) + off
+        if flags & LOAD == 0:
+            fill(shadow, WRITTEN, size)
+            return ld64(b + B_SMEM) + off
+    return rt_place(ctx, b, t, site, addr, size, flags)

@@ -60,6 +60,18 @@ def rt_per_register(kind: i64) -> i64:
     return 4
 
 
+def rt_spread(p: i64, to: i64, step: i64, count: i64, kind: i64) -> i64:
+    """All elements of a register as f64, `step` bytes apart. The common pairs of halves have a short way."""
+    if kind == E_BF16:
+        v = ld32(p)
+        stf64(to, wide(f32_of(v << 16)))
+        stf64(to + step, wide(f32_of(v & 0xFFFF0000)))
+        return 0
+    for j in range(count):
+        stf64(to + j * step, rt_element(p, j, kind))
+    return 0
+
+
 def rt_mma(ctx: i64, w: i64, variant: i64) -> i64:
     """Slots: 0-7 A, 8-11 B, 12-19 C, 20-27 D."""
     m = variant & 255
@@ -85,13 +97,9 @@ def rt_mma(ctx: i64, w: i64, variant: i64) -> i64:
         for i in range(na):
             row = g + 8 * (i & 1) if tall else g
             block = i >> 1 if tall else i
-            for j in range(ea):
-                col = ea * q + 4 * ea * block + j
-                stf64(amat + (row * k + col) * 8, rt_element(x + i * 8, j, ka))
+            rt_spread(x + i * 8, amat + (row * k + ea * (q + 4 * block)) * 8, 8, ea, ka)
         for i in range(nb):
-            for j in range(eb):
-                row = eb * q + 4 * eb * i + j
-                stf64(bmat + (row * 8 + g) * 8, rt_element(x + 64 + i * 8, j, kb))
+            rt_spread(x + 64 + i * 8, bmat + (eb * (q + 4 * i) * 8 + g) * 8, 64, eb, kb)
         for i in range(m // 4):
             row = g + 8 * (i >> 1)
             col = 2 * q + (i & 1)
@@ -119,7 +127,7 @@ def rt_mma(ctx: i64, w: i64, variant: i64) -> i64:
 
 
 def rt_dot(a: i64, b: i64, c: i64, m: i64, k: i64) -> i64:
-    """C += A B for eight columns of f64."""
+    """C += A B for eight columns of f64: the meaning of DOT, which is this in vectors of eight."""
     for i in range(m):
         for col in range(8):
             acc = ldf64(c + (i * 8 + col) * 8)
@@ -127,3 +135,44 @@ def rt_dot(a: i64, b: i64, c: i64, m: i64, k: i64) -> i64:
                 acc = fma64(ldf64(a + (i * k + x) * 8), ldf64(b + (x * 8 + col) * 8), acc)
             stf64(c + (i * 8 + col) * 8, acc)
     return 0
+
+
+DOT = """
+define i64 @rt_dot(i64 %a, i64 %b, i64 %c, i64 %m, i64 %k) nounwind {
+entry:
+  %ap = inttoptr i64 %a to ptr
+  %bp = inttoptr i64 %b to ptr
+  %cp = inttoptr i64 %c to ptr
+  br label %row
+row:
+  %i = phi i64 [ 0, %entry ], [ %i.next, %end ]
+  %ci = shl i64 %i, 3
+  %crow = getelementptr double, ptr %cp, i64 %ci
+  %start = load <8 x double>, ptr %crow, align 8
+  %ai = mul i64 %i, %k
+  %arow = getelementptr double, ptr %ap, i64 %ai
+  br label %step
+step:
+  %x = phi i64 [ 0, %row ], [ %x.next, %step ]
+  %acc = phi <8 x double> [ %start, %row ], [ %sum, %step ]
+  %ax = getelementptr double, ptr %arow, i64 %x
+  %av = load double, ptr %ax, align 8
+  %a0 = insertelement <8 x double> poison, double %av, i32 0
+  %as = shufflevector <8 x double> %a0, <8 x double> poison, <8 x i32> zeroinitializer
+  %bi = shl i64 %x, 3
+  %brow = getelementptr double, ptr %bp, i64 %bi
+  %bv = load <8 x double>, ptr %brow, align 8
+  %sum = call <8 x double> @llvm.fma.v8f64(<8 x double> %as, <8 x double> %bv, <8 x double> %acc)
+  %x.next = add i64 %x, 1
+  %more = icmp slt i64 %x.next, %k
+  br i1 %more, label %step, label %end
+end:
+  store <8 x double> %sum, ptr %crow, align 8
+  %i.next = add i64 %i, 1
+  %again = icmp slt i64 %i.next, %m
+  br i1 %again, label %row, label %out
+out:
+  ret i64 0
+}
+declare <8 x double> @llvm.fma.v8f64(<8 x double>, <8 x double>, <8 x double>)
+"""

@@ -49,7 +49,8 @@ def functions() -> tuple[FunctionType, ...]:
 
 @cache
 def runtime_ir() -> str:
-    return DECLARATIONS + compile_functions(functions())
+    scalar = tuple(f for f in functions() if f.__name__ != "rt_dot")
+    return DECLARATIONS + rt_mma.DOT + compile_functions(scalar, functions())
 
 
 @cache

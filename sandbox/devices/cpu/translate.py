@@ -139,7 +139,7 @@ def translate(entry: Entry, module: Module, data: ModuleData, exact: bool) -> Tr
             Status.UNSUPPORTED, Failure("cpu-unsupported", str(error), {"ptx_line": error.line})
         ) from error
     runtime()
-    code = jit.Code([jit.compile_ir(text, 2)])
+    code = jit.Code([jit.compile_ir(text, 1)])
     return Translated(
         entry, code, code.address("kernel"), tuple(kernel.sites), tuple(kernel.effects),
         tuple(tuple(b.instrs) for b in kernel.graph.blocks), kernel.frame_size, placed.local_bytes, placed.static_bytes,
