@@ -6,7 +6,8 @@ stream, driver and waiting are `sandbox.devices.cuda`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from sandbox.artifact import Artifact, Launch, LaunchPlan, PlanName
 from sandbox.devices import cuda_plan
 from sandbox.devices.base import Refused
 from sandbox.devices.cuda_driver import Call, CudaError
-from sandbox.devices.cuda_faults import errors_as_faults, faulted
+from sandbox.devices.cuda_faults import KERNEL_FAULTS, REFUSED_LAUNCHES, errors_as_faults, faulted
 from sandbox.devices.cuda_plan import KernelFacts, ParamBlock
 from sandbox.devices.cuda_toolchain import Built
 from sandbox.verdict import Failure, KernelResources, Status
@@ -76,6 +77,19 @@ class _Kernel:
     facts: KernelFacts
 
 
+@contextmanager
+def placement_refusals(plan: str, kernel: str) -> Iterator[None]:
+    """Nothing runs yet, so a driver that finds a launch impossible is no fault of a running kernel."""
+    try:
+        yield
+    except CudaError as error:
+        if error.name in REFUSED_LAUNCHES or error.name in KERNEL_FAULTS:
+            message = f"{plan}, {kernel}: the driver cannot place it ({error.call}: {error.name})"
+            failure = Failure("residency", message, {"plan": plan, "kernel": kernel})
+            raise Refused(Status.LINT, failure) from error
+        raise
+
+
 class CudaProgram:
     """A loaded artifact. `facts`: the driver's view of each kernel."""
 
@@ -96,7 +110,9 @@ class CudaProgram:
         plan = _plan(self._artifact, name)
         for kernel in dict.fromkeys(x.kernel for x in plan.launches):
             handle = driver.kernel(modules[plan.ptx], kernel)
-            out[kernel] = _Kernel(handle, driver.facts(handle, kernel)) if handle else None
+            out[kernel] = (
+                _Kernel(handle, driver.facts(handle, kernel)) if handle is not None else None
+            )
         return out
 
     def _check(self, name: PlanName) -> None:
@@ -106,22 +122,40 @@ class CudaProgram:
         found = cuda_plan.check_plan(self._artifact, name, facts, device.limits)
         if found:
             raise Refused(found.status, found.failure)
-        launches = _plan(self._artifact, name).launches
+        plan = _plan(self._artifact, name)
         for kernel, known in kernels.items():
-            if known:
-                mine = [x for x in launches if x.kernel == kernel]
-                cluster = max(_blocks(cuda_plan.cluster_of(x, known.facts)) for x in mine)
-                device.driver.allow(known.handle, max(x.smem for x in mine), cluster)
-        for shape, i in {_shape(x): i for i, x in reversed(list(enumerate(launches)))}.items():
-            known = kernels[shape[0]]
-            assert known is not None  # check_plan refused plans with unknown kernels
-            x = replace(launches[i], cluster=launches[i].cluster or known.facts.required_cluster)
+            assert known is not None  # check_plan refuses plans with unknown kernels
+            with placement_refusals(name, kernel):
+                self._allow(plan, known)
+        for x in {_shape(x): x for x in plan.launches}.values():
+            self._check_residency(name, x, kernels)
+
+    def _allow(self, plan: LaunchPlan, known: _Kernel) -> None:
+        """The most shared memory and the largest cluster of any launch: `step` and `prepare` may share the kernel."""
+        plans = [_plan(self._artifact, n) for n in _plan_names(self._artifact)]
+        mine = [
+            x
+            for p in plans
+            if p.ptx == plan.ptx
+            for x in p.launches
+            if x.kernel == known.facts.name
+        ]
+        cluster = max(_blocks(cuda_plan.cluster_of(x, known.facts)) for x in mine)
+        self._device.driver.allow(known.handle, max(x.smem for x in mine), cluster)
+
+    def _check_residency(
+        self, name: PlanName, launch: Launch, kernels: Mapping[str, _Kernel | None]
+    ) -> None:
+        known, device = kernels[launch.kernel], self._device
+        assert known is not None
+        x = replace(launch, cluster=launch.cluster or known.facts.required_cluster)
+        with placement_refusals(name, x.kernel):
             room = device.driver.residency(known.handle, x, device.stream)
-            found = cuda_plan.check_residency(x, known.facts, device.limits, room)
-            if found:
-                where = {"plan": name, "launch": i, "kernel": x.kernel}
-                message = f"{name} launch {i}: {found.failure.message}"
-                raise Refused(found.status, Failure(found.failure.rule, message, where))
+        found = cuda_plan.check_residency(x, known.facts, device.limits, room)
+        if found:
+            where = {"plan": name, "kernel": x.kernel}
+            message = f"{name}, {x.kernel}: {found.failure.message}"
+            raise Refused(found.status, Failure(found.failure.rule, message, where))
 
     def bind(
         self,

@@ -12,6 +12,7 @@ import resource
 import signal
 from typing import Any
 
+UNBOXED = {"tier": "none"}
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 
@@ -24,4 +25,4 @@ def confine(parent: int) -> dict[str, Any]:
         os._exit(1)
     locked = libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    return {"tier": "none", "no_new_privs": locked, "dies_with_parent": follows, "uid": os.getuid()}
+    return {**UNBOXED, "no_new_privs": locked, "dies_with_parent": follows, "uid": os.getuid()}

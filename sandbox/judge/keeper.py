@@ -18,12 +18,13 @@ from sandbox.devices.base import Device
 from sandbox.jobs import JudgeJob
 from sandbox.judge import child, lease, rounds
 from sandbox.judge.child import Ended, Watch
+from sandbox.judge.confine import UNBOXED
 from sandbox.judge.progress import Progress
 from sandbox.judge.rounds import Place, Runner
 from sandbox.strict import Malformed
 from sandbox.verdict import Failure, Status, Verdict
 
-PROBE_S = 90.0
+PROBE_S = 180.0  # the first may read gigabytes of CUDA libraries from disk
 LOCK_S = 600.0
 BROKEN = (Status.FAULT, Status.HANG)
 
@@ -139,7 +140,8 @@ class Keeper:
             except Malformed as error:
                 return _infra(job, "garbled", f"the judge's verdict is malformed: {error}")
         status, failure = explain(ended, job.deadline_s)
-        return judge_wire.without_judging(job, status, failure, {"child": ended.seconds})
+        verdict = judge_wire.without_judging(job, status, failure, {"child": ended.seconds})
+        return replace(verdict, isolation={**verdict.isolation, "judge": dict(UNBOXED)})
 
     def _unusable(self, place: Place) -> tuple[str, str] | None:
         """Why the GPU cannot be used now: quarantined, or its first canary fails."""

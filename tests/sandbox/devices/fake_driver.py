@@ -62,6 +62,7 @@ class FakeDriver:
     room: Residency = Residency(8)
     errors: list[str] = field(default_factory=list)
     launch_error: str = ""
+    placement_error: str = ""
     hung: bool = False
     product: str = "NVIDIA H200"
     loaded: list[bytes] = field(default_factory=list)
@@ -106,6 +107,8 @@ class FakeDriver:
         self.allowed.append((kernel, smem, cluster))
 
     def residency(self, kernel: Any, launch: Launch, stream: int) -> Residency:
+        if self.placement_error:
+            raise CudaError(self.placement_error, "cuOccupancyMaxActiveClusters")
         return self.room
 
     def call(self, kernel: Any, launch: Launch, params: ParamBlock, stream: int, pdl: bool) -> Call:

@@ -157,6 +157,27 @@ def test_shared_memory_and_clusters_are_allowed_once_for_all_launches_of_a_kerne
     assert driver.allowed == [("canary", 90_000, 16)]
 
 
+def test_a_kernel_of_step_and_prepare_keeps_the_larger_allowance() -> None:
+    driver = FakeDriver()
+    weights = [replace(b, name=f"weights.{b.group}") for b in ONE.buffers]
+    own = tuple(replace(r, buffer=b.name) for r, b in zip(LAUNCH.relocations, weights, strict=True))
+    prepare = LaunchPlan(ONE.step.ptx, (replace(LAUNCH, smem=500, relocations=own),))
+    step = LaunchPlan(ONE.step.ptx, (replace(LAUNCH, smem=90_000),))
+    device(driver).load(replace(ONE, buffers=(*ONE.buffers, *weights), step=step, prepare=prepare))
+    assert driver.allowed[-1] == ("canary", 90_000, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [("CUDA_ERROR_INVALID_CLUSTER_SIZE", Refused), ("CUDA_ERROR_UNKNOWN", Faulted)],
+)
+def test_what_the_driver_cannot_place_is_refused_before_it_runs(
+    error: str, raised: type[Exception]
+) -> None:
+    with pytest.raises(raised, match=error):
+        device(FakeDriver(placement_error=error)).load(ONE)
+
+
 def test_tensors_that_are_not_their_buffers_are_the_callers_error() -> None:
     program = device(FakeDriver()).load(chain(1))
     t = dict(buffers())

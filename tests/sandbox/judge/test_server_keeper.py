@@ -101,6 +101,7 @@ def test_what_breaks_gets_its_status_and_the_next_job_is_judged(
     verdict = k.judge(job(state))
     assert verdict.failure is not None
     assert (verdict.status, verdict.failure.rule) == (status, rule)
+    assert verdict.isolation["judge"]["tier"] == "none"
     # canary; run, canary; and for what may be the machine's fault a second run and its canary
     assert len(opened(state)) == (5 if status is Status.FAULT else 3)
     assert len(asked.pids) == (2 if status is Status.FAULT else 1)
