@@ -66,7 +66,9 @@ def make(limits: Limits) -> Groups:
     """Groups with the limits set, as many as this machine grants; empty where it grants none."""
     groups = Groups()
     name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
-    memory = {"memory.max": limits.memory, "memory.swap.max": 0, "pids.max": limits.processes}
+    memory = {
+        "memory.max": limits.memory, "memory.swap.max": 0, "memory.oom.group": 1, "pids.max": limits.processes,
+    }  # fmt: skip
     unified = _make_unified(name)
     if unified is not None:
         groups.folders.append(unified)

@@ -227,7 +227,7 @@ ATTACKS = (
     # forged results
     Attack("fake_pass", believed, expect=("closed",)),
     Attack("early_exit", misread, expect=("closed",), slow=True),
-    Attack("forged_records", forged),
+    Attack("forged_records", forged, open_in=SAME_USER),
     Attack("patched_worker", lied, control="nobody", why_no_control="there is no worker to patch", slow=True),
     Attack("raw_pickle", misread, expect=_MALFORMED + _OVERSIZED),
     Attack("raw_header_size", misread, expect=_OVERSIZED),
