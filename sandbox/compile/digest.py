@@ -78,7 +78,7 @@ HINTS = (
         "there is no GPU in the jail: use cfg.sms, cfg.arch and cfg.dims",
     ),
     (
-        "Operation not permitted|Permission denied|Read-only file",
+        "Operation not permitted|Permission denied|Read-only file|Address family not supported",
         "the jail allows no files, processes or network: a candidate only describes kernels",
     ),
 )
