@@ -24,8 +24,11 @@ SMALL_BYTES = 256 << 20
 QUERY_GAIN = 2.0
 """Attention scores of standard deviation about 2: a few hundred tokens of a long context matter."""
 CODE_RMS = math.sqrt(sum(m * m for m in MAGNITUDES) / len(MAGNITUDES))
-REMOTE_STD = {"attn": 0.4, "moe": 0.08, "shared": 0.35, "dense": 0.35}
-"""Standard deviation of the full sum over the ranks; the others' share is its (ranks - 1) / ranks in variance."""
+OUTPUT_GAIN = 6.0
+"""Of MLA's o_proj: averages over many tokens are small, and its output should weigh as much as KDA's."""
+REMOTE_STD = {"attn": 0.2, "moe": 0.04, "shared": 0.17, "dense": 0.17}
+"""The sum of the other ranks' partials: about half of what it would be at eight ranks, so that it does not drown the
+partial of this rank, which is what is checked."""
 
 
 def shape_of(w: Workload) -> Shape:
@@ -83,7 +86,7 @@ def _weight(w: Workload, b: Buffer, draw: Draw) -> Tensor:
         return _expert(w, b, draw)
     if leaf == "in_proj":
         return _in_proj(w, draw)
-    return draw.normal(_gain(leaf) / math.sqrt(fan_in(w, leaf, b.shape)))
+    return draw.normal(_gain(w, b.name) / math.sqrt(fan_in(w, leaf, b.shape)))
 
 
 def _conv(draw: Draw) -> Tensor:
@@ -105,7 +108,10 @@ def _bias(draw: Draw) -> Tensor:
 _VECTORS = {"conv": _conv, "A_log": _a_log, "dt_bias": _dt_bias, "router_bias": _bias}
 
 
-def _gain(leaf: str) -> float:
+def _gain(w: Workload, name: str) -> float:
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf == "o_proj" and str(w.dims["attn"])[int(name.split(".")[2])] == "M":
+        return OUTPUT_GAIN
     return QUERY_GAIN if leaf == "q_b" else 1.0
 
 
@@ -158,15 +164,13 @@ def inputs(w: Workload, seed: int, step: int, device: str) -> Tensors:
             draw = Draw(b, seed, "cpu", device)
             draw.g = generator(seed, f"{b.name}@{step}", "cpu")
             dtype = torch.float32 if b.dtype == "f32" else torch.bfloat16
-            out[b.name] = draw.normal(_input_std(w, leaf), dtype=dtype)
+            out[b.name] = draw.normal(_input_std(leaf), dtype=dtype)
     return out
 
 
-def _input_std(w: Workload, leaf: str) -> float:
+def _input_std(leaf: str) -> float:
     kind = leaf.rsplit(".", 1)[-1]
-    if not leaf.startswith("remote.") or kind not in REMOTE_STD:
-        return 1.0
-    return REMOTE_STD[kind] * math.sqrt((w.ranks - 1) / w.ranks)
+    return REMOTE_STD.get(kind, 1.0) if leaf.startswith("remote.") else 1.0
 
 
 def paging_of(w: Workload, seed: int, step: int) -> Tensors:

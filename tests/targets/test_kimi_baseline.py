@@ -6,16 +6,17 @@ import importlib
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from targets.base import find
 from targets.kimi_k3 import disturb
 from targets.kimi_k3.baseline.graph import TorchGraphBaseline
+from targets.kimi_k3.reference import DTYPES as REAL
 from targets.kimi_k3.spec import KimiTarget
 from targets.reference import Tensors
 from tests.targets.kimi import PARTS, rel, run, tensors, workload
 
 LIMIT = 0.05
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32}
 
 
 def with_outputs(w: object, t: Tensors) -> Tensors:
@@ -24,7 +25,7 @@ def with_outputs(w: object, t: Tensors) -> Tensors:
     for b in w.buffers:  # type: ignore[attr-defined]
         if b.group == "outputs":
             out[b.name] = torch.full(
-                b.shape, -1 if b.dtype == "i32" else float("nan"), dtype=DTYPES[b.dtype]
+                b.shape, -1 if b.dtype == "i32" else float("nan"), dtype=REAL[b.dtype]
             )
         elif b.group == "states":
             out[b.name] = t[b.name].clone()
@@ -90,3 +91,14 @@ def test_targets_name_their_baselines() -> None:
         for path in target.baselines.values():
             module, _, cls = path.partition(":")
             assert hasattr(getattr(importlib.import_module(module), cls), "step")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_is_read_back_at_real_sizes(part: str) -> None:
+    """Fake tensors have shapes and no data: a step that needs a value on the host, as no graph may, raises."""
+    w = workload(part, "tp8", rows=8)
+    with FakeTensorMode():
+        t = {b.name: torch.empty(b.shape, dtype=REAL[b.dtype]) for b in w.buffers}
+        baseline = TorchGraphBaseline()
+        baseline.prepare(w, t)
+        baseline.step()
