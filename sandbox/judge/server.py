@@ -154,6 +154,9 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # an inherited "ignore" would hide how children end
     # Availability checks must not call cuInit in this process: a context does not survive fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Machine code is kept, so that an incumbent is not assembled again for each of its rivals.

@@ -59,6 +59,21 @@ def test_programmatic_launches_keep_their_order(
     assert (buffers["outputs.y"] == 2**10 - 1).all()
 
 
+def test_a_capture_keeps_programmatic_edges(device: CudaDevice, buffers: dict) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    launches = (replace(kernels.launch(N), pdl=True),) * 4
+    bound = device.load(kernels.artifact(kernels.CHAINED, N, launches)).bind("step", buffers)
+    device.driver.begin_capture(device.stream)
+    bound.launch()
+    error, graph = driver.cuStreamEndCapture(driver.CUstream(device.stream))
+    assert not error
+    count = driver.cuGraphGetEdges(graph)[-1]
+    error, _, _, data, _ = driver.cuGraphGetEdges(graph, count)
+    assert not error
+    kind = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    assert [int(d.type) for d in data[:count]] == [int(kind)] * 3
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_clusters_and_cooperative_launches(
     device: CudaDevice, buffers: dict, captured: bool
