@@ -214,9 +214,16 @@ def head_scale(sO: cute.Tensor, op: cutlass.Constexpr):
     return cute.math.rsqrt(lanes_sum(square, 32) / K + op.eps)
 
 
+def kda_shape(cfg):
+    d = cfg.dims
+    if (d.head_dim, d.f_rank) != (K, K):
+        raise ValueError(f"head_dim {d.head_dim} and f_rank {d.f_rank}: this kernel is for {K}")
+    return Kda(d.kda_heads, cfg.kda_threads, d.eps, cfg.pdl)
+
+
 @cute.jit
 def kda_update(mY: cute.Tensor, w: KdaTensors, mOut: cute.Tensor, cfg: cutlass.Constexpr, stream):
-    op = Kda(cfg.dims.kda_heads, cfg.kda_threads, cfg.dims.eps, cfg.pdl)
+    op = kda_shape(cfg)
     kda_kernel(mY, w, mOut, op).launch(
         grid=(op.heads, mY.shape[0], 1),
         block=(op.threads, 1, 1),

@@ -25,10 +25,9 @@ LAST = 0x7FFFFFFF
 
 @dataclass(frozen=True)
 class TopK:
-    """`warps` share the experts, `each` per warp, up to `slots` per lane; `rows` logits are local, the rest remote."""
+    """`warps` share the experts, `each` per warp, up to `slots` per lane."""
 
     experts: int
-    rows: int
     topk: int
     warps: int
     pdl: bool
@@ -136,6 +135,13 @@ def topk_kernel(
             mWeights[m, tid] = (s / total).to(BFloat16)
 
 
+def topk_shape(cfg):
+    d = cfg.dims
+    if d.topk > min(32, d.experts):
+        raise ValueError(f"top {d.topk} of {d.experts}: the weights of a row are made by one warp")
+    return TopK(d.experts, d.topk, cfg.topk_warps, cfg.pdl)
+
+
 @cute.jit
 def route(
     mX: cute.Tensor, weights: Any, mLogits: cute.Tensor, mRemote: Any, mIds: cute.Tensor, mWeights: cute.Tensor,
@@ -144,7 +150,7 @@ def route(
     """Logits and selection, two launches. weights = (router, router_bias)."""
     mRouter, mBias = weights
     gemv(mX, mRouter, mLogits, Extra(), cfg, stream)
-    op = TopK(cfg.dims.experts, cfg.dims.router_rows, cfg.dims.topk, cfg.topk_warps, cfg.pdl)
+    op = topk_shape(cfg)
     topk_kernel(mLogits, mRemote, mBias, mIds, mWeights, op).launch(
         grid=(mX.shape[0], 1, 1),
         block=(op.warps * 32, 1, 1),
