@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sandbox.box import adopt, procfs, scratch, uids
 from sandbox.box.cgroup import Groups
@@ -34,7 +34,7 @@ class ProcessGuard:
     folder: str | None
     filters: int
     _next: float = 0.0
-    _shmem: int = field(default_factory=lambda: procfs.memory("Shmem"))
+    _shmem: int | None = None
 
     def worker(self) -> list[int]:
         """The box's processes that untrusted code may be in: all but bubblewrap's two, which hold the box up."""
@@ -101,13 +101,25 @@ class ProcessGuard:
             return Broken("memory", f"more than {self.limits.memory >> 20} MB of memory")
         if self.isolation.memory != "watchdog":
             return None
-        grown = procfs.memory("Shmem") - self._shmem
+        grown = self._shmem_growth()
         if grown > self.limits.memory:
             return Broken("memory", f"shared memory grew by {grown >> 20} MB")
         if procfs.memory("MemAvailable") < SHORT:
-            reason: Reason = "memory" if resident + max(0, grown) > GB else "box"
+            reason: Reason = "memory" if resident + grown > GB else "box"
             return Broken(reason, "the machine ran short of memory")
         return None
+
+    def _shmem_growth(self) -> int:
+        """Growth since the first look at a run, where the box can make memory that is in no resident size.
+
+        The figure is the whole machine's: it is left out where the compile filter and sized mounts bound the box.
+        """
+        if self.isolation.filters > 1 and self.isolation.tier in (BoxTier.STRICT, BoxTier.LANDLOCK):
+            return 0
+        now = procfs.memory("Shmem")
+        if self._shmem is None:
+            self._shmem = now
+        return max(0, now - self._shmem)
 
     def _disk(self, members: list[int]) -> Broken | None:
         if self.folder is not None:

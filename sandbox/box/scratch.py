@@ -8,13 +8,19 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from functools import lru_cache
+from pathlib import Path
 
+from sandbox.box import procfs, uids
+
+PREFIX = "kernelgen-box-"
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make(uid: int) -> str:
     """A new empty folder of mode 0700 that belongs to `uid`."""
-    folder = tempfile.mkdtemp(prefix="kernelgen-box-")
+    _sweep()
+    folder = tempfile.mkdtemp(prefix=f"{_prefix()}{os.getpid()}-")
     if uid != os.getuid():
         os.chown(folder, uid, uid)
     return folder
@@ -53,14 +59,12 @@ def wipe(folder: str) -> None:
         return
     fd = os.open(folder, FOLDER)
     try:
-        pending = [
-            ("", _unlink_files(fd))
-        ]  # from `folder` down to fd: a name, and folders in it that still stand
+        # from `folder` down to fd: a name, and the folders in it that still stand
+        pending = [("", _unlink_files(fd))]
         while True:
             name, below = pending[-1]
             if below:
                 child = below.pop()
-                os.chmod(child, stat.S_IRWXU, dir_fd=fd)
                 fd = _move(fd, child)
                 pending.append((child, _unlink_files(fd)))
                 continue
@@ -77,6 +81,8 @@ def wipe(folder: str) -> None:
 def _unlink_files(fd: int) -> list[str]:
     """Remove all but folders from an open folder; returns the folders."""
     below = []
+    if os.getuid():
+        os.fchmod(fd, stat.S_IRWXU)
     with os.scandir(fd) as entries:
         for entry in list(entries):
             if entry.is_dir(follow_symlinks=False):
@@ -88,6 +94,33 @@ def _unlink_files(fd: int) -> list[str]:
 
 def _move(fd: int, name: str) -> int:
     """The folder `name` of an open folder, which is closed when there is one."""
-    found = os.open(name, FOLDER, dir_fd=fd)
+    try:
+        found = os.open(name, FOLDER, dir_fd=fd)
+    except PermissionError:
+        os.chmod(name, stat.S_IRWXU, dir_fd=fd)
+        found = os.open(name, FOLDER, dir_fd=fd)
     os.close(fd)
     return found
+
+
+def _prefix() -> str:
+    """Names the pid namespace: in another one the same number is another process, and /tmp may be shared."""
+    return f"{PREFIX}{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+@lru_cache(maxsize=1)
+def _sweep() -> None:
+    """Once a process: remove what boxes of a killed process left, if it is ours or of a uid that nobody has."""
+    for folder in Path(tempfile.gettempdir()).glob(_prefix() + "*"):
+        pid = folder.name.removeprefix(_prefix()).split("-")[0]
+        try:
+            owner = folder.lstat().st_uid
+            unused = os.getuid() == 0 and owner in uids.RANGE and not procfs.owned_by(owner)
+            if (
+                pid.isdigit()
+                and not Path(f"/proc/{pid}").exists()
+                and (owner == os.getuid() or unused)
+            ):
+                wipe(str(folder))
+        except OSError:
+            continue  # another process sweeps, too, or it is not ours to remove

@@ -132,6 +132,21 @@ def test_wiping_goes_deeper_than_recursion_or_a_path(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_what_a_killed_process_left_is_removed_and_the_rest_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = Path(scratch.make(os.getuid()))
+    (left / "below").mkdir()
+    dead = left.rename(left.with_name(left.name.replace(f"-{os.getpid()}-", "-4194304-")))
+    live, other = Path(scratch.make(os.getuid())), tmp_path / "kernelgen-box-1-4194304-x"
+    other.mkdir()
+    scratch._sweep.cache_clear()
+    scratch._sweep()
+    assert not dead.exists()
+    assert live.is_dir() and other.is_dir()
+
+
 def test_measuring_counts_and_stops_at_its_limits(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 8192)
     (tmp_path / "b").mkdir()
