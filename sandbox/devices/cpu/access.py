@@ -70,7 +70,13 @@ def locate(k: Kernel, instr: Instr, addr: str, access: Access) -> str:
         return _call(k, "rt_place", site, addr, access)
     if not k.graph.in_loop[k.block.index]:
         # straight-line code runs once a thread: a call keeps the text short
-        return _call(k, "rt_shared_place" if access.space == L.SHARED else "rt_global_place", site, addr, access)
+        return _call(
+            k,
+            "rt_shared_place" if access.space == L.SHARED else "rt_global_place",
+            site,
+            addr,
+            access,
+        )
     slow, join = k.fresh("slow"), k.fresh("join")
     if access.space == L.SHARED:
         fast, label = _shared_fast(k, addr, access, slow)

@@ -49,7 +49,18 @@ def registers(operand: Operand) -> Iterator[str]:
             yield from registers(item)
 
 
-MEETS = {"shfl", "vote", "redux", "match", "elect", "activemask", "mma", "ldmatrix", "stmatrix", "movmatrix"}
+MEETS = {
+    "shfl",
+    "vote",
+    "redux",
+    "match",
+    "elect",
+    "activemask",
+    "mma",
+    "ldmatrix",
+    "stmatrix",
+    "movmatrix",
+}
 
 
 def always_waits(instr: Instr) -> bool:

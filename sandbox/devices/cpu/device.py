@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Shadow = np.ndarray[tuple[int], np.dtype[np.uint8]]
 MAX_SMEM = 232448
+READ_ONLY = ("inputs", "weights", "constants")
 
 
 class CpuBound:
@@ -162,7 +163,7 @@ class CpuProgram:
                 self._shadows[key] = np.zeros(size, np.uint8)
             shadow = self._shadows[key]
             self._undefined.add(name)
-        return Region(name, base, size, shadow)
+        return Region(name, base, size, shadow, declared.group not in READ_ONLY)
 
     def forget_step(self, regions: Mapping[str, Region]) -> None:
         """At the start of a plan all undefined buffers but persistent ones count as unwritten again."""

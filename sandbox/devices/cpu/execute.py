@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sandbox.artifact import Launch
-from sandbox.devices.base import Faulted
+from sandbox.devices.base import Faulted, Refused
 from sandbox.devices.cpu import layout as L
 from sandbox.devices.cpu import report
 from sandbox.devices.cpu.translate import Translated, runtime
@@ -21,16 +21,19 @@ from sandbox.verdict import Failure, Status
 SMS = 132
 SMEM_PER_SM = 233472
 MAX_FINDINGS = 64
+MAX_AGENTS = 4096
+MAX_CELL_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class Region:
-    """A buffer that this launch may touch. `shadow`: a byte per byte, or None."""
+    """A buffer that this launch may touch. `shadow`: a byte per byte, or None. `written`: stores to it are expected."""
 
     name: str
     base: int
     size: int
     shadow: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+    written: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class Memory:
 
     def __init__(self) -> None:
         self._kept: dict[str, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+        self._held: np.ndarray | None = None
+
+    def hold(self, array: np.ndarray) -> None:
+        """Keep an array until the next launch asks for this."""
+        self._held = array
 
     def take(self, name: str, size: int) -> int:
         """Address of at least `size` bytes, 1024-aligned; contents are of earlier launches."""
@@ -128,7 +136,7 @@ def _fill(
     table = np.zeros((max(1, len(ordered)), 4), np.int64)
     for i, r in enumerate(ordered):
         shadow = 0 if r.shadow is None else int(r.shadow.ctypes.data)
-        table[i] = (r.base, r.base + r.size, shadow, i)
+        table[i] = (r.base, r.base + r.size, shadow, 0)
     cluster = launch.cluster or (1, 1, 1)
     clusters = int(np.prod(launch.grid)) // int(np.prod(cluster))
     order = np.arange(clusters, dtype=np.uint32)
@@ -166,7 +174,39 @@ def _fill(
     record.put(L.C_FRAMEBYTES, kernel.frame_bytes)
     record.put(L.C_LOCAL, kernel.local_bytes)
     record.put(L.C_STATIC, kernel.entry.param_bytes)
+    if policy.exact:
+        keep |= _race(record, launch, table, ordered)
     return keep
+
+
+def _race(
+    record: Record, launch: Launch, table: np.ndarray, ordered: list[Region]
+) -> dict[str, np.ndarray]:
+    """Tables of the race check; zeroed pages that the system hands out as they are touched. Raises Refused."""
+    warps = -(-record.get(L.C_THREADS) // 32)
+    agents = warps * int(np.prod(launch.grid))
+    tracked = sum(r.size for r in ordered if r.written)
+    if agents > MAX_AGENTS or tracked * L.CELL > MAX_CELL_BYTES:
+        what = f"{agents} warps and {tracked} bytes of writable buffers"
+        raise Refused(
+            Status.UNSUPPORTED,
+            Failure("cpu-exact", f"the race check cannot follow {what} of {launch.kernel[:80]}"),
+        )
+    out = {}
+    for i, r in enumerate(ordered):
+        if r.written:
+            out[f"cells {i}"] = np.zeros(r.size * L.CELL, np.uint8)
+            table[i, 3] = int(out[f"cells {i}"].ctypes.data)
+    sizes = {
+        L.C_VC: agents * agents, L.C_FENCEVC: agents * agents, L.C_READVC: agents * agents,
+        L.C_OBJECTVC: L.OBJECTS * agents, L.C_OBJECTS: 2 * L.OBJECTS, L.C_LANESYNC: agents,
+    }  # fmt: skip
+    for offset, count in sizes.items():
+        out[f"race {offset}"] = np.zeros(count, np.uint32)
+        record.put(offset, int(out[f"race {offset}"].ctypes.data))
+    record.put(L.C_AGENTS, agents)
+    record.put(L.C_WARPS, warps)
+    return out
 
 
 def resident(threads: int, smem: int, blocks: int, cluster: int) -> int:
@@ -203,6 +243,12 @@ def _slots(
     words[:, L.B_THREADS // 8] = starts + 2 * room
     words[:, L.B_BULK // 8] = starts + 2 * room + threads * stride
     words[:, L.B_SMID // 8] = np.arange(slots) % SMS
+    if policy.exact:
+        cells = np.zeros(slots * max(smem, 16) * L.CELL, np.uint8)
+        words[:, L.B_CELLS // 8] = (
+            int(cells.ctypes.data) + np.arange(slots) * max(smem, 16) * L.CELL
+        )
+        memory.hold(cells)
     record.put(L.C_SLOTS, heads)
     record.put(L.C_NSLOTS, slots)
     record.put(L.C_TSTRIDE, stride)

@@ -210,7 +210,9 @@ class Kernel(Text):
             if have < 64:
                 value = self.let(f"zext i{have} {value} to i64")
             kind = "i128" if have == 128 else "i64"
-            self.do(f"store {kind} {value}, ptr {self.at('%t', L.T_FRAME + self.slot(name))}, align 8")
+            self.do(
+                f"store {kind} {value}, ptr {self.at('%t', L.T_FRAME + self.slot(name))}, align 8"
+            )
         self.put("%t", L.T_PC, str(len(self._resumes) + 1))
         self.put("%t", L.T_STATE, str(state))
         self.put("%t", L.T_SITE, str(site))
@@ -229,7 +231,9 @@ class Kernel(Text):
         for name in self.graph.set_of(names):
             have = self.bits_of(name)
             kind = "i128" if have == 128 else "i64"
-            value = self.let(f"load {kind}, ptr {self.at('%t', L.T_FRAME + self.slot(name))}, align 8")
+            value = self.let(
+                f"load {kind}, ptr {self.at('%t', L.T_FRAME + self.slot(name))}, align 8"
+            )
             if have < 64:
                 value = self.let(f"trunc i64 {value} to i{have}")
             self.do(f"store i{have} {value}, ptr {self._alloca[name]}")
@@ -262,7 +266,13 @@ class Kernel(Text):
             after = self._live_afters(block)
             for i, instr in enumerate(block.instrs):
                 self.live_after = after[i]
-                if i == len(block.instrs) - 1 and instr.parts[0] in ("bra", "brx", "ret", "exit", "trap"):
+                if i == len(block.instrs) - 1 and instr.parts[0] in (
+                    "bra",
+                    "brx",
+                    "ret",
+                    "exit",
+                    "trap",
+                ):
                     self.fetch(after[i])
                 self.fetch(self.graph.uses[id(instr)])
                 self._instr(instr, handlers)

@@ -58,10 +58,17 @@ C_MAXSLOTS = 456
 C_SMID = 464
 C_CLUSTERSIZE = 472
 C_STATIC = 480
-C_RACE = 488
 C_BULKWRITTEN = 496
 C_ACTIVE = 512
 C_CLUSTERPHASES = 504
+C_AGENTS = 520  # race check: warps in all, and tables of clocks
+C_WARPS = 528
+C_VC = 536
+C_OBJECTS = 544
+C_OBJECTVC = 552
+C_FENCEVC = 560
+C_READVC = 568
+C_LANESYNC = 576
 C_BYTES = 640
 
 # --- BLOCK
@@ -85,6 +92,8 @@ B_NBULK = 664
 B_MAXBULK = 672
 B_SMID = 680
 B_ORDER = 688
+B_SEQ = 696  # how many blocks started before
+B_CELLS = 704  # race cells of shared memory
 B_BYTES = 768
 BAR_BYTES = 32
 BULK_BYTES = 80
@@ -126,7 +135,9 @@ LOCAL_TAG = 0x50000000
 PARAM_TAG = 0x60000000
 
 # access flags
-LOAD, STORE, ATOMIC, ASYNC = 1, 2, 4, 8
+LOAD, STORE, ATOMIC, ASYNC, STRONG = 1, 2, 4, 8, 128
+CELL = 48  # bytes of race information per byte of memory
+OBJECTS = 8192
 GLOBAL, GENERIC, SHARED, LOCAL, PARAM = 0, 16, 32, 48, 64
 SPACE_MASK = 112
 

@@ -65,10 +65,11 @@ def load(k: Kernel, instr: Instr) -> None:
     if size > 16:
         raise Unsupported(instr, "more than 16 bytes")
     addr = address(k, instr.operands[1], instr, space)
-    where = locate(k, instr, addr, Access(space, size, L.LOAD))
+    strong = L.STRONG if order != "weak" else 0
+    where = locate(k, instr, addr, Access(space, size, L.LOAD | strong))
     if poll and space != L.PARAM and k.graph.in_loop[k.block.index]:
         where = _poll(k, instr, where, size)
-    if k.options.exact and order in ("acquire", "acq_rel", "sc", "volatile", "relaxed"):
+    if k.options.exact and order != "weak":
         k.runtime(
             "rt_race_load",
             k.let(f"ptrtoint ptr {where} to i64"),
@@ -156,7 +157,8 @@ def store(k: Kernel, instr: Instr) -> None:
     items = elements(instr.operands[1], count, instr)
     values = [k.word(v, bits, instr) for v in items]
     addr = address(k, instr.operands[0], instr, space)
-    where = locate(k, instr, addr, Access(space, size, L.STORE))
+    strong = L.STRONG if order != "weak" else 0
+    where = locate(k, instr, addr, Access(space, size, L.STORE | strong))
     if space != L.LOCAL:
         k.change()
     if k.options.exact and order != "weak":

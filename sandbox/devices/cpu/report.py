@@ -202,7 +202,7 @@ def findings(
     """What the runtime noticed without stopping."""
     out = []
     for i in range(record.get(L.C_NFOUND)):
-        kind, site, addr, size, block, thread, extra, _ = (int(x) for x in found[i])
+        kind, site, addr, size, block, thread, extra, agent = (int(x) for x in found[i])
         text, where = place(site_of(kernel, site))
         where |= {"kernel": launch.kernel, "block": block, "thread": thread}
         who = f"block {coordinates(block, launch.grid)}, thread {coordinates(thread, launch.block)}"
@@ -216,7 +216,11 @@ def findings(
         else:
             rule = "race"
             other, _ = place(site_of(kernel, extra))
-            what = f"races on {address(addr, launch, regions)} with {other}"
+            warps = -(-record.get(L.C_THREADS) // 32)
+            by = (
+                f"warp {agent % warps} of block number {agent // warps} (in the order they started)"
+            )
+            what = f"races on {address(addr, launch, regions)} with {other or 'another access'} of {by}"
         out.append(Failure(rule, f"kernel {launch.kernel[:80]}, {who} {what} at {text}", where))
     return out
 

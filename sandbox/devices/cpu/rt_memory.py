@@ -101,7 +101,9 @@ def rt_global(
     if shadow:
         rt_shadow(ctx, b, t, site, addr, size, flags, shadow + (addr - lo))
     if ld64(ctx + C_EXACT):
-        rt_race(ctx, b, t, site, addr, size, flags)
+        cells = ld64(row + 24)
+        if cells:
+            rt_race(ctx, b, t, site, addr, size, flags, cells + (addr - lo) * CELL)
     if shadow == 0 and ld64(ctx + C_EXACT) == 0 and size == align and flags & ASYNC == 0:
         first = (lo + size - 1) & -size
         if ult(first + size - 1, hi):
@@ -138,7 +140,7 @@ def rt_shared(
     rt_shadow(ctx, b, t, site, addr, size, flags, ld64(peer + B_SHADOW) + off)
     host = ld64(peer + B_SMEM) + off
     if ld64(ctx + C_EXACT):
-        rt_race(ctx, b, t, site, host, size, flags | SHARED)
+        rt_race(ctx, b, t, site, addr, size, flags | SHARED, ld64(peer + B_CELLS) + off * CELL)
     return host
 
 

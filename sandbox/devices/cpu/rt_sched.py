@@ -47,6 +47,9 @@ def rt_start_block(ctx: i64, b: i64, cluster: i64, rank: i64) -> i64:
     st64(b + B_CPHASE, 0)
     st64(b + B_CLIVE, n * ld64(ctx + C_CLUSTERSIZE))
     st64(b + B_NBULK, 0)
+    st64(b + B_SEQ, (ld64(ctx + C_NEXT) - 1) * ld64(ctx + C_CLUSTERSIZE) + rank)
+    if ld64(ctx + C_EXACT):
+        rt_race_start(ctx, b)
     fill(b + B_BARS, 0, 16 * BAR_BYTES)
     fill(ld64(b + B_SMEM), 0xFF, ld64(ctx + C_SMEM))
     fill(ld64(b + B_SHADOW), UNWRITTEN, ld64(ctx + C_SMEM))
@@ -88,6 +91,8 @@ def rt_awake(ctx: i64, b: i64, t: i64, state: i64) -> i64:
             return 1
     if state == CLUSTER:
         if ld64(ld64(b + B_BASE) + B_CPHASE) != ld64(t + T_CPHASE):
+            if ld64(ctx + C_EXACT):
+                rt_race_acquire(ctx, b, t, ld64(b + B_BASE) + B_CARRIVED)
             return 1
         return 0
     if state == YIELD:
@@ -226,6 +231,8 @@ def rt_release(ctx: i64, b: i64, number: i64) -> i64:
     """Let the threads at a completed barrier go on. The red slot gives bar.red its result."""
     n = ld64(ctx + C_THREADS)
     stride = ld64(ctx + C_TSTRIDE)
+    if ld64(ctx + C_EXACT):
+        rt_race_barrier(ctx, b, number)
     t = ld64(b + B_THREADS)
     votes = 0
     members = 0
@@ -241,13 +248,9 @@ def rt_release(ctx: i64, b: i64, number: i64) -> i64:
             st64(t + T_STATE, READY)
             st64(t + T_X + 24, votes)
             st64(t + T_X + 32, votes == members)
-            if ld64(ctx + C_EXACT):
-                rt_race_acquire(ctx, b, t, bar)
         t = t + stride
     st64(bar, 0)
     st64(bar + 16, ld64(bar + 16) + 1)
-    if ld64(ctx + C_EXACT):
-        rt_race_reset(ctx, bar)
     st64(ctx + C_BARRIERS, ld64(ctx + C_BARRIERS) + 1)
     return 0
 

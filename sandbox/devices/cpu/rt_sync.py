@@ -208,7 +208,11 @@ def rt_bulk(
         if word == 0:
             return 0
         owner = rt_peer(ctx, b, dst)
-        fill(ld64(owner + B_SHADOW) + dst - ld64(owner + B_LO), UNWRITTEN, size)
+        off = dst - ld64(owner + B_LO)
+        fill(ld64(owner + B_SHADOW) + off, UNWRITTEN, size)
+        if ld64(ctx + C_EXACT):
+            rt_race(ctx, b, t, site, dst, size, STORE | SHARED, ld64(owner + B_CELLS) + off * CELL)
+            rt_race_release(ctx, b, t, word)
     n = ld64(b + B_NBULK)
     if n == BULK_CAPACITY:
         rt_bulk_drain(ctx, b)
@@ -272,8 +276,6 @@ def rt_bulk_one(ctx: i64, b: i64, p: i64) -> i64:
     if word:
         owner = ld64(p + 72)
         fill(ld64(owner + B_SHADOW) + d - ld64(owner + B_SMEM), WRITTEN, size)
-        if ld64(ctx + C_EXACT):
-            rt_race_release(ctx, b, t, word)
         if rt_mbar_tx(ctx, b, t, site, ld64(p + 64), word, 0 - size):
             rt_mbar_turn(word)
     return 0
@@ -320,6 +322,6 @@ def rt_bar_arrive(ctx: i64, b: i64, t: i64, site: i64, number: i64, count: i64) 
         return rt_fault(ctx, b, t, F_BARRIER, site, number, count)
     st64(bar, ld64(bar) + 1)
     st64(bar + 8, count)
-    if ld64(ctx + C_EXACT):
+    if ld64(ctx + C_EXACT) and ld64(t + T_STATE) != BAR:
         rt_race_release(ctx, b, t, bar)
     return 1

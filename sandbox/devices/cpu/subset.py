@@ -42,7 +42,9 @@ def signature(function: Callable[..., Any]) -> Signature:
     return Signature(tuple(str(t) for t in notes.values()), result)
 
 
-def compile_functions(functions: Sequence[FunctionType], callable_: Sequence[FunctionType] = ()) -> str:
+def compile_functions(
+    functions: Sequence[FunctionType], callable_: Sequence[FunctionType] = ()
+) -> str:
     """LLVM IR of the functions. They may call one another and `callable_`, and read integer globals of their modules."""
     known = {f.__name__: signature(f) for f in (*callable_, *functions)}
     return "\n".join(_Function(f, known).text() for f in functions)

@@ -1,0 +1,217 @@
+"""Planted bugs, each found and named: races, missing barriers, unwritten memory, parities, stale flags, deadlocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sandbox.devices.base import Faulted
+from sandbox.devices.cpu.device import CpuDevice
+from sandbox.verdict import Status
+from tests.sandbox.devices.cpu.harness import Shape, kernel, run
+
+SMEM = ".extern .shared .align 16 .b8 sm[];"
+REVERSE = """
+mul.wide.u32 %rd1, %r99, 4; add.s64 %rd2, %rd100, %rd1; ld.global.b32 %r1, [%rd2];
+mov.b32 %r2, sm; shl.b32 %r3, %r99, 2; add.s32 %r4, %r2, %r3; st.shared.b32 [%r4], %r1;
+{barrier}
+sub.s32 %r5, 508, %r3; add.s32 %r6, %r2, %r5; ld.shared.b32 %r7, [%r6]; st.global.b32 [%rd2], %r7; ret;
+"""
+
+
+def rules(ran: object) -> set[str]:
+    return {f.rule for f in ran.program.findings()}  # type: ignore[attr-defined]
+
+
+def exact() -> CpuDevice:
+    return CpuDevice(mode="exact")
+
+
+@pytest.mark.parametrize(
+    "barrier,expected", [("bar.sync 0;", set()), ("", {"race", "unwritten-read"})]
+)
+def test_a_missing_barrier_is_a_race_on_shared_memory(barrier: str, expected: set[str]) -> None:
+    x = torch.arange(128, dtype=torch.int32)
+    ran = run(
+        kernel(REVERSE.format(barrier=barrier), "p", extra=SMEM),
+        [x],
+        Shape(block=(128, 1, 1), smem=512),
+        device=exact(),
+    )
+    assert rules(ran) == expected
+
+
+def test_the_race_report_names_both_instructions() -> None:
+    x = torch.arange(128, dtype=torch.int32)
+    ran = run(
+        kernel(REVERSE.format(barrier=""), "p", extra=SMEM),
+        [x],
+        Shape(block=(128, 1, 1), smem=512),
+        device=exact(),
+    )
+    race = next(f for f in ran.program.findings() if f.rule == "race")
+    assert (
+        "ld.shared.b32" in race.message
+        and "st.shared.b32" in race.message
+        and "shared memory byte" in race.message
+    )
+
+
+@pytest.mark.parametrize("how,races", [
+    ("ld.global.u32 %r1, [%rd100]; add.u32 %r1, %r1, 1; st.global.u32 [%rd100], %r1;", True),
+    ("atom.global.add.u32 %r1, [%rd100], 1;", False),
+])  # fmt: skip
+def test_a_race_on_a_counter_between_blocks(how: str, races: bool) -> None:
+    x = torch.zeros(1, dtype=torch.int32)
+    body = f"setp.ne.u32 %p1, %r99, 0; @%p1 bra E; {how} E: ret;"
+    ran = run(kernel(body, "p"), [x], Shape(grid=(4, 1, 1)), device=exact())
+    assert ("race" in rules(ran)) is races
+
+
+PRODUCE = """
+mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %r1, 0; @%p1 bra CONSUME;
+mul.wide.u32 %rd1, %r99, 4; add.s64 %rd2, %rd100, %rd1; st.global.u32 [%rd2], %r99;
+bar.sync 0; setp.ne.u32 %p2, %r99, 0; @%p2 bra E; {signal} bra E;
+CONSUME: setp.ne.u32 %p2, %r99, 0; @%p2 bra GO;
+SPIN: {poll} setp.lt.u32 %p3, %r2, 1; @%p3 bra SPIN;
+{after}
+GO: bar.sync 0; mul.wide.u32 %rd1, %r99, 4; add.s64 %rd2, %rd100, %rd1; ld.global.u32 %r3, [%rd2];
+add.s64 %rd3, %rd102, %rd1; st.global.u32 [%rd3], %r3;
+E: ret;
+"""
+
+
+@pytest.mark.parametrize("signal,poll,after,races", [
+    ("red.release.gpu.global.add.u32 [%rd101], 1;", "ld.acquire.gpu.global.b32 %r2, [%rd101];", "", False),
+    ("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%rd101], 1;", "ld.relaxed.gpu.global.b32 %r2, [%rd101];",
+     "fence.acq_rel.gpu;", False),
+    ("red.release.gpu.global.add.u32 [%rd101], 1;", "ld.relaxed.gpu.global.b32 %r2, [%rd101];", "", True),
+    ("red.relaxed.gpu.global.add.u32 [%rd101], 1;", "ld.acquire.gpu.global.b32 %r2, [%rd101];", "", True),
+])  # fmt: skip
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_data_handed_over_between_blocks(
+    signal: str, poll: str, after: str, races: bool, seed: int
+) -> None:
+    data, flag, out = (torch.zeros(n, dtype=torch.int32) for n in (64, 1, 64))
+    text = kernel(PRODUCE.format(signal=signal, poll=poll, after=after), "ppp")
+    shape = Shape(grid=(2, 1, 1), block=(64, 1, 1), cooperative=True)
+    ran = run(text, [data, flag, out], shape, device=CpuDevice(seed=seed, mode="exact"))
+    assert torch.equal(out, torch.arange(64, dtype=torch.int32))
+    assert ("race" in rules(ran)) is races
+
+
+def test_a_stale_flag_lets_the_consumer_run_early() -> None:
+    data, flag, out = (torch.zeros(n, dtype=torch.int32) for n in (64, 1, 64))
+    flag.fill_(1)
+    text = kernel(PRODUCE.format(signal="red.release.gpu.global.add.u32 [%rd101], 1;",
+                                 poll="ld.acquire.gpu.global.b32 %r2, [%rd101];", after=""), "ppp")  # fmt: skip
+    seen = set()
+    for seed in range(6):
+        data.zero_()
+        flag.fill_(1)
+        shape = Shape(grid=(2, 1, 1), block=(64, 1, 1), cooperative=True)
+        ran = run(
+            text, [data, flag, out], shape, device=CpuDevice(seed=seed, mode="exact"), undefined=[0]
+        )
+        seen |= rules(ran)
+    assert {"race", "unwritten-read"} <= seen
+
+
+def test_reads_of_an_undefined_buffer_are_found_and_written_ones_are_not() -> None:
+    x, out = torch.zeros(64, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    body = """
+    mul.wide.u32 %rd1, %r99, 4; add.s64 %rd2, %rd100, %rd1; st.global.u32 [%rd2], %r99; ld.global.u32 %r1, [%rd2];
+    add.s64 %rd3, %rd101, %rd1; ld.global.u32 %r2, [%rd2+{off}]; st.global.u32 [%rd3], %r2; ret;
+    """
+    assert rules(run(kernel(body.format(off=0), "pp"), [x, out], undefined=[0])) == set()
+    found = run(kernel(body.format(off=64), "pp"), [x, out], undefined=[0]).program.findings()
+    assert {f.rule for f in found} == {"unwritten-read"} and "workspace.b0 byte" in found[0].message
+
+
+@pytest.mark.parametrize("parity,hangs", [(0, False), (1, True)])
+def test_waiting_for_the_wrong_parity(parity: int, hangs: bool) -> None:
+    """A producer that arrives once: a waiter for the phase after it waits for ever."""
+    x = torch.zeros(64, dtype=torch.int32)
+    body = f"""
+    mov.b32 %r1, sm; setp.ne.u32 %p1, %r99, 0; @%p1 bra A; mbarrier.init.shared.b64 [%r1], 1; A: bar.sync 0;
+    @%p1 bra B; mbarrier.arrive.shared.b64 %rd1, [%r1];
+    B: bar.sync 0; mov.b32 %r2, {parity};
+    W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], %r2; @!%p2 bra W;
+    mul.wide.u32 %rd2, %r99, 4; add.s64 %rd3, %rd100, %rd2; st.global.u32 [%rd3], 7; ret;
+    """
+    text = kernel(body, "p", extra=SMEM)
+    if not hangs:
+        run(text, [x], Shape(block=(64, 1, 1), smem=16))
+        assert bool((x == 7).all())
+        return
+    with pytest.raises(Faulted) as e:
+        run(text, [x], Shape(block=(64, 1, 1), smem=16))
+    assert e.value.status is Status.HANG and e.value.failure.rule == "deadlock"
+    assert (
+        "64 threads wait for parity 1 of the mbarrier at shared memory byte 0"
+        in e.value.failure.message
+    )
+
+
+def test_two_blocks_that_wait_for_each_other() -> None:
+    flags = torch.zeros(2, dtype=torch.int32)
+    body = """
+    setp.ne.u32 %p1, %r99, 0; @%p1 bra E; mov.u32 %r1, %ctaid.x; xor.b32 %r2, %r1, 1;
+    mul.wide.u32 %rd1, %r2, 4; add.s64 %rd2, %rd100, %rd1; mul.wide.u32 %rd3, %r1, 4; add.s64 %rd4, %rd100, %rd3;
+    S: ld.acquire.gpu.global.u32 %r3, [%rd2]; setp.eq.u32 %p2, %r3, 0; @%p2 bra S;
+    st.release.gpu.global.u32 [%rd4], 1; E: ret;
+    """
+    with pytest.raises(Faulted) as e:
+        run(kernel(body, "p"), [flags], Shape(grid=(2, 1, 1), cooperative=True))
+    f = e.value.failure
+    assert e.value.status is Status.HANG and f.rule == "deadlock"
+    assert (
+        "workspace.b0 byte 4 to change from 0" in f.message
+        and "workspace.b0 byte 0 to change from 0" in f.message
+    )
+
+
+def test_a_bounded_spin_ends_by_itself() -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    body = """
+    setp.ne.u32 %p1, %r99, 0; @%p1 bra E; mov.b32 %r1, 0;
+    S: ld.relaxed.gpu.global.u32 %r2, [%rd100]; add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 500; @%p2 bra S;
+    st.global.u32 [%rd101], %r1; E: ret;
+    """
+    run(kernel(body, "pp"), [torch.zeros(1, dtype=torch.int32), out])
+    assert int(out) == 500
+
+
+def test_an_endless_loop_meets_the_budget() -> None:
+    x = torch.zeros(1, dtype=torch.int32)
+    body = "S: ld.global.u32 %r1, [%rd100]; setp.eq.u32 %p1, %r1, 0; @%p1 bra S; ret;"
+    with pytest.raises(Faulted) as e:
+        run(kernel(body, "p"), [x], device=CpuDevice(budget=50_000_000))
+    assert e.value.status is Status.HANG and e.value.failure.rule == "budget"
+
+
+def test_unequal_counts_at_one_barrier() -> None:
+    x = torch.zeros(1, dtype=torch.int32)
+    body = "setp.lt.u32 %p1, %r99, 32; @%p1 bra A; bar.sync 1, 64; ret; A: bar.sync 1, 96; ret;"
+    with pytest.raises(Faulted) as e:
+        run(kernel(body, "p"), [x], Shape(block=(96, 1, 1)))
+    assert e.value.failure.rule == "barrier-count"
+
+
+def test_more_arrivals_than_an_mbarrier_expects() -> None:
+    x = torch.zeros(1, dtype=torch.int32)
+    body = """
+    mov.b32 %r1, sm; setp.ne.u32 %p1, %r99, 0; @%p1 bra E; mbarrier.init.shared.b64 [%r1], 2;
+    mov.b32 %r2, 3; mbarrier.arrive.shared.b64 %rd1, [%r1], %r2; E: ret;
+    """
+    with pytest.raises(Faulted) as e:
+        run(kernel(body, "p", extra=SMEM), [x], Shape(smem=16))
+    assert e.value.failure.rule == "mbarrier-count"
+
+
+def test_an_mbarrier_that_was_never_initialised() -> None:
+    x = torch.zeros(1, dtype=torch.int32)
+    body = "mov.b32 %r1, sm; mbarrier.arrive.shared.b64 %rd1, [%r1]; ret;"
+    with pytest.raises(Faulted) as e:
+        run(kernel(body, "p", extra=SMEM), [x], Shape(smem=16))
+    assert e.value.failure.rule == "mbarrier-invalid"
