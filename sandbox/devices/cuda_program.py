@@ -45,6 +45,10 @@ class CudaBound:
         """The launches as one CUDA graph, programmatic edges between them kept. Enqueues nothing."""
         return self._device.record(self.launch, self.launches)
 
+    def prefix(self, n: int) -> CudaBound:
+        """The first n launches alone, for profiles."""
+        return CudaBound(n, self._device, self._calls[:n], self._keep)
+
     def modelled_us(self) -> float | None:
         return None
 

@@ -41,6 +41,9 @@ class FakeBound:
     def capture(self) -> FakeBound:
         return self
 
+    def prefix(self, n: int) -> FakeBound:
+        return FakeBound(n, self.device, self.calls[:n], self.buffers)
+
     def modelled_us(self) -> float | None:
         return self.us if self.device.kind == "cpu" else None
 

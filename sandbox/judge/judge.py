@@ -13,7 +13,7 @@ import torch
 
 from sandbox.devices.base import Device, Faulted, Refused
 from sandbox.jobs import JudgeJob
-from sandbox.judge import rig, timing
+from sandbox.judge import profile, rig, timing
 from sandbox.judge.case import open_case, read_artifact
 from sandbox.judge.checks import Checker
 from sandbox.judge.ending import Ended
@@ -69,6 +69,8 @@ def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict
     draft.findings += [*trial.findings, *program.findings()]
     with draft.phase("time"):
         timed = timing.run(built, trial.checker, draft, todo)
+    with draft.phase("profile"):
+        draft.profile |= profile.run(trial.rig, draft.resources)
     correctness = trial.result()
     draft.checked[:0] = correctness.checked
     draft.not_verified[:0] = correctness.not_verified
