@@ -104,7 +104,8 @@ def judge(state: CandidateState, deps: Deps) -> dict[str, Any]:
         compiled = read_json(deps.files.compiled(seq, step))
         twin = _twin(state, deps, compiled["ptx"])
         if twin is not None:
-            deps.reporter.status(seq, f"the same machine work as candidate {twin['seq']}")
+            whose = "an earlier version" if twin["seq"] == seq else f"candidate {twin['seq']}"
+            deps.reporter.status(seq, f"the same machine work as {whose}")
             row = {"verdict": twin["blob"], "duplicate_of": twin["seq"], "gpu_seconds": 0.0}
         else:
             deps.reporter.status(seq, "judging")

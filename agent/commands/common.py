@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +41,7 @@ def code_of(error: Exception) -> int | None:
         return 2
     if isinstance(error, (Unavailable, NoIsolation, JudgeFailed)):
         return 4
-    if isinstance(error, (Corrupt, Missing, Malformed, RunBusy, StopRun, OSError)):
+    if isinstance(error, (Corrupt, Missing, Malformed, RunBusy, StopRun, OSError, sqlite3.Error)):
         return 1
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,8 @@ def evaluate(files: tuple[str, ...], **asked: Any) -> int:
             deadline(Tier(asked["tier"]), asked["deadline"], asked["device"]),
         )
         incumbent = _incumbent(services, setting, rival)
-        return _each(place, services, setting, sources, incumbent, asked["as_json"])
+        bench = Bench(place, services, setting, incumbent)
+        return _each(bench, sources, asked["as_json"])
     finally:
         services.close()
 
@@ -179,20 +181,27 @@ def _incumbent(services: Services, setting: Setting, rival: offline.File | None)
     return outcome.artifact
 
 
-def _each(
-    place: Place, services: Services, setting: Setting, sources: list[offline.File],
-    incumbent: Path | None, as_json: bool,
-) -> int:  # fmt: skip
-    run = offline.start_record(place, setting)
+@dataclass(frozen=True)
+class Bench:
+    """Where files are judged, and against what."""
+
+    place: Place
+    services: Services
+    setting: Setting
+    incumbent: Path | None
+
+
+def _each(b: Bench, sources: list[offline.File], as_json: bool) -> int:
+    run = offline.start_record(b.place, b.setting)
     began = time.monotonic()
     results: list[Found] = []
     for seq, file in enumerate(sources):
-        found = offline.judge_file(services, setting, file, incumbent)
-        offline.record(place, run, seq, found)
+        found = offline.judge_file(b.services, b.setting, file, b.incumbent)
+        offline.record(b.place, run, seq, found)
         results.append(found)
         if not as_json:
             click.echo("\n".join(verdict_lines(f"{file.name} ({run}-{seq})", found.verdict)))
-    offline.finish_record(place, run, time.monotonic() - began)
+    offline.finish_record(b.place, run, time.monotonic() - began)
     if as_json:
         rows = [
             {"file": r.file.name, "candidate": f"{run}-{i}", "verdict": r.verdict.to_json(),

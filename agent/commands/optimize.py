@@ -11,7 +11,7 @@ import click
 from agent import interrupts, seats
 from agent.commands import common
 from agent.commands.dryrun import dry_run as show_dry_run
-from agent.config import PROPOSERS, RunSettings, has_gpu
+from agent.config import KEYS, PROPOSERS, RunSettings, has_gpu
 from agent.elsewhere import FolderJudge
 from agent.ids import new_run_id
 from agent.locks import hold
@@ -68,7 +68,7 @@ def limit_options(f: Any) -> Any:
     "--repairs", type=click.IntRange(0, 10), default=2, help="Repairs of a broken candidate."
 )
 @click.option("--tunings", type=click.IntRange(0, 64), default=None,
-              help="Further points of a passed candidate's TUNABLES.  [default: 3; tuner 0]")  # fmt: skip
+              help="Further points of a passed candidate's TUNABLES.  [default: 3 for a model, else 0]")  # fmt: skip
 @click.option("--confirm", type=click.Choice([t.value for t in (Tier.FULL, Tier.PROMOTE)]),
               default="promote", help="Tier a winner must pass in a fresh judge.")  # fmt: skip
 @click.option("--start", type=click.Path(exists=True, dir_okay=False), default=None,
@@ -186,7 +186,7 @@ def settings_of(asked: dict[str, Any]) -> RunSettings:
         model=asked["model"] or seats.DEFAULT_MODELS.get(proposer, ""),
         base_url=asked["base_url"] or "", k=k or (1 if proposer == "external" else 3),
         repairs=asked["repairs"],
-        tunings=tunings if tunings is not None else (0 if proposer in ("tuner", "replay") else 3),
+        tunings=tunings if tunings is not None else (3 if proposer in KEYS else 0),
         confirm=Tier(asked["confirm"]), limits=limits, seed=asked["seed"], wait=asked["wait"],
         folder=str(Path(asked["folder"]).absolute()) if asked["folder"] else "",
         replay=asked["replay_run"] or "", elsewhere=asked["judge_elsewhere"],

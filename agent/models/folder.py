@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from agent.book import describe, folded
 from agent.types import Situation, Task, Tried
 from agent.workspace import Workspace, write_bytes, write_json
 
@@ -49,10 +50,9 @@ def _signature(task: Task) -> dict[str, object]:
 
 def _task(s: Situation) -> str:
     task = s.task
-    names = "\n".join(
-        f"- `t.{b.name}` {b.dtype} {list(b.shape)}" for b in task.buffers[:SHOWN_BUFFERS]
-    )
-    rest = len(task.buffers) - SHOWN_BUFFERS
+    shown = folded([describe(b) for b in task.buffers])
+    names = "\n".join(f"- `{line}`" for line in shown[:SHOWN_BUFFERS])
+    rest = len(shown) - SHOWN_BUFFERS
     more = f"\n- and {rest} more, all in signature.json" if rest > 0 else ""
     dims = ", ".join(f"{k}={v}" for k, v in task.dims.items())
     work = ", ".join(f"{k}={v}" for k, v in task.workload.items())
@@ -126,7 +126,10 @@ def _detail(t: Tried) -> str:
 
 
 def _time(t: Tried) -> str:
-    return "not timed" if t.us is None else f"{t.us:.2f} us a step ({_num(t.fraction, '.1%')})"
+    if t.us is None:
+        return "not timed"
+    reached = "" if t.fraction is None else f", {t.fraction:.1%} of the floor"
+    return f"{t.us:.2f} us a step{reached}"
 
 
 def _num(value: float | None, spec: str) -> str:

@@ -59,6 +59,8 @@ def test_what_was_spent_is_shown_with_its_limits() -> None:
     assert spent_words(ledger) == "spent: 0.0 min, 0 GPU s, 1,234 tokens, 0.50 of 2 $"
 
 
-@pytest.mark.parametrize(("value", "cell"), [("x" * 99, "x" * 59 + "…"), (1.23456, "1.235"), ("a\nb", "a b")])
+@pytest.mark.parametrize(
+    ("value", "cell"), [("x" * 99, "x" * 59 + "…"), (1.23456, "1.235"), ("a\nb", "a b")]
+)
 def test_a_plain_table_has_one_line_a_row(value: Any, cell: str) -> None:
     assert columns([{"k": value}], {"k": "head"}).splitlines() == ["head", cell]
