@@ -115,7 +115,7 @@ class ChainCheck:
         states = {b.name: before[b.name] for b in self.case.buffers("states")}
         given = {**weights, **states, **self.lanes.given(lane)}
         where = Where(self._round, lane, f"chain of {arm.name}", self.case.axes)
-        failure = self.checker.check(Moment(given, before, after, where), fresh_band=False)
+        failure = self.checker.check(Moment(given, before, after, where), "share")
         if failure is None:
             return
         if arm.name != "candidate":

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,7 @@ from sandbox.verdict import Failure, TensorCheck
 from targets.reference import Expected, Tensors
 
 HUGE = 1e300
+Measure = tuple[bands.Oracle, Errors]
 
 
 @dataclass(frozen=True)
@@ -39,26 +40,30 @@ class Moment:
     where: Where
 
 
+Band = Literal["learn", "share", "alone"]
+"""Whose noise decides. `learn`: this moment's, added to what was learned. `share`: what was learned; a tensor beyond it
+is given this moment's too. `alone`: this moment's only, for unusual values whose noise says nothing of usual ones."""
+
+
 @dataclass
 class Checker:
-    """Compares moments and keeps the worst figures of each tensor. Bands of a moment may be taken from earlier ones."""
+    """Compares moments and keeps the worst figures of each tensor. In `noise`, max_abs is relative to the largest
+    element, so that it carries over to other seeds."""
 
     case: Case
     noise: dict[str, Errors] = field(default_factory=dict)
     worst: dict[str, TensorCheck] = field(default_factory=dict)
     tied_rows: int = 0
 
-    def check(self, m: Moment, fresh_band: bool = True) -> Failure | None:
-        """The most telling failure of this moment, or None. Without `fresh_band`, bands of earlier moments decide
-        unless a tensor would fail by them."""
+    def check(self, m: Moment, band: Band = "learn") -> Failure | None:
+        """The most telling failure of this moment, or None."""
         settled = settle(self.case, m.given, m.after, m.where)
         if isinstance(settled, Failure):
             return settled
         self.tied_rows += settled.rows
         failures = [f for b in self._judged() if (f := self._form(b, settled.expected, m))]
-        if failures:
-            return _first(failures)
-        failures = self._numbers(settled, m, fresh_band)
+        if not failures:
+            failures = self._numbers(settled, m, band)
         return _first(failures) if failures else None
 
     def _judged(self) -> tuple[Buffer, ...]:
@@ -94,47 +99,66 @@ class Checker:
             else None
         )
 
-    def _numbers(self, s: Settled, m: Moment, fresh_band: bool) -> list[Failure]:
-        measured = {}
+    def _numbers(self, s: Settled, m: Moment, band: Band) -> list[Failure]:
+        measured: dict[Buffer, Measure] = {}
         for b in self._judged():
             expected = s.expected.tensors.get(b.name)
             if expected is not None and is_float(b.dtype) and b.name not in s.expected.exact:
                 o = bands.oracle(expected, full_mask(s.expected.masks.get(b.name), expected))
                 measured[b] = (o, bands.measure(o, m.after[b.name]))
-        fresh = fresh_band or any(b.name not in self.noise for b in measured)
-        if not fresh:
-            fresh = any(x.over(self._bound(b, o)) > 1 for b, (o, x) in measured.items())
-        if fresh:
-            self._widen({b.name: o for b, (o, _) in measured.items()}, s, m)
+        noise = self._noise(measured, s, m, band)
         failures = []
         for b, (o, errors) in measured.items():
-            limit = self._bound(b, o)
-            over = errors.over(limit)
+            limit = self._bound(noise, b, o)
             self._keep(b.name, errors, limit, m.where)
-            if not over <= 1:
+            if not errors.over(limit) <= 1:
                 found = locate.outside(b.name, o, m.after[b.name], (errors, limit), m.where)
                 failures.append(_failure("band", found))
         return failures
 
-    def _bound(self, b: Buffer, o: bands.Oracle) -> Errors:
-        return bands.bound(self.noise[b.name], o, b.dtype, self.case.workload.layers)
+    def _noise(
+        self, measured: Mapping[Buffer, Measure], s: Settled, m: Moment, band: Band
+    ) -> Mapping[str, Errors]:
+        """The band that decides for this moment."""
+        if band == "share" and all(b.name in self.noise for b in measured):
+            inside = all(
+                x.over(self._bound(self.noise, b, o)) <= 1 for b, (o, x) in measured.items()
+            )
+            return self.noise if inside else _wider(self.noise, self._own(measured, s, m))
+        own = self._own(measured, s, m)
+        if band == "alone":
+            return own
+        self.noise.update(_wider(self.noise, own))
+        return self.noise
 
-    def _widen(self, oracles: Mapping[str, bands.Oracle], s: Settled, m: Moment) -> None:
-        """Run the legitimate schedules and take their errors into the bands."""
+    def _bound(self, noise: Mapping[str, Errors], b: Buffer, o: bands.Oracle) -> Errors:
+        seen = noise[b.name]
+        scaled = replace(seen, max_abs=seen.max_abs * o.largest)
+        return bands.bound(scaled, o, b.dtype, self.case.workload.layers)
+
+    def _own(self, measured: Mapping[Buffer, Measure], s: Settled, m: Moment) -> dict[str, Errors]:
+        """Errors of the legitimate schedules on this very problem, with the choices that decide."""
         reference, w = self.case.reference, self.case.workload
+        out: dict[str, Errors] = {}
         for schedule in reference.schedules:
             if schedule == "oracle":
                 continue
             run = reference.run(w, m.given, schedule, s.choices or None)
-            for name, o in oracles.items():
-                seen = bands.measure(o, run.tensors[name])
-                self.noise[name] = bands.worst([self.noise.get(name, bands.ZERO), seen])
+            for b, (o, _) in measured.items():
+                seen = bands.measure(o, run.tensors[b.name])
+                relative = replace(seen, max_abs=seen.max_abs / o.largest if o.largest else 0.0)
+                out[b.name] = bands.worst([out.get(b.name, bands.ZERO), relative])
+        return out
 
     def _keep(self, name: str, errors: Errors, limit: Errors, where: Where) -> None:
         check = tensor_check(name, errors, limit, where)
         old = self.worst.get(name)
         if old is None or severity(check) > severity(old):
             self.worst[name] = check
+
+
+def _wider(a: Mapping[str, Errors], b: Mapping[str, Errors]) -> dict[str, Errors]:
+    return {n: bands.worst([x[n] for x in (a, b) if n in x]) for n in a.keys() | b.keys()}
 
 
 def full_mask(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:

@@ -92,7 +92,7 @@ def _same(trial: Trial, a: Moment, b: Moment, rule: str) -> None:
         if failure is not None:
             raise Ended(Status.WRONG, replace(failure, rule=rule), trial.result())
     else:
-        trial.judge(b, fresh=False)
+        trial.judge(b, "share")
 
 
 def _other_addresses(trial: Trial) -> None:
@@ -110,7 +110,7 @@ def _other_addresses(trial: Trial) -> None:
     twin.set_inputs({b.name: m.given[b.name] for b in case.buffers("inputs")})
     moved = again(twin, m, ("nan", case.seeds.of("probe", "scratch")), where)
     _same(trial, m, moved, "other-addresses")
-    trial.judge(moved, fresh=False)
+    trial.judge(moved, "share")
     trial.checked.append("the same contents at other addresses give the same results")
 
 
@@ -128,7 +128,7 @@ def _exchanged_weights(trial: Trial) -> None:
     }
     kept = exchange(rig, swapped)
     m, _ = _moment(trial, "exchanged weights")
-    trial.judge(m)
+    trial.judge(m, "alone")
     exchange(rig, kept)
     trial.checked.append(f"weights of two layers exchanged in place ({len(pair)} tensors)")
 
@@ -169,7 +169,7 @@ def _perturbed_states(trial: Trial) -> None:
         )
         trial.rig.set_states(states)
         where = Where(0, 0, f"{b.name} perturbed", case.axes)
-        trial.judge(observe(trial.rig, trial.inputs(seed, 0), ("random", seed), where), fresh=False)
+        trial.judge(observe(trial.rig, trial.inputs(seed, 0), ("random", seed), where), "share")
     if floats:
         trial.checked.append(
             f"{len(floats)} state tensors perturbed one by one: results follow the oracle"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from sandbox.judge import poison, probes
 from sandbox.judge.atomics import float_atomics
-from sandbox.judge.checks import Checker, Moment
+from sandbox.judge.checks import Band, Checker, Moment
 from sandbox.judge.ending import Ended
 from sandbox.judge.locate import Where
 from sandbox.judge.observe import Repeats, observe, repeat
@@ -59,9 +59,9 @@ class Trial:
         said, unsaid = tuple(self.checked), tuple(self.not_verified)
         return Correctness(self.seeds, self.steps, self.repeats, tensors, said, unsaid)
 
-    def judge(self, m: Moment, fresh: bool = True) -> None:
+    def judge(self, m: Moment, band: Band) -> None:
         """Compare with the oracle. Raises Ended."""
-        failure = self.checker.check(m, fresh)
+        failure = self.checker.check(m, band)
         if failure is not None:
             raise Ended(Status.WRONG, failure, self.result())
 
@@ -89,7 +89,8 @@ class Trial:
             m = observe(rig, self.inputs(seed, k), dirt, Where(i, k, axes=case.axes))
             last = i == 0 and k == self.effort.steps - 1
             found = repeat(rig, m, self.effort.repeats) if last else None
-            self.judge(m, k == 0 and (self.effort.fresh_bands or i == 0))
+            learn = k == 0 and (self.effort.fresh_bands or i == 0)
+            self.judge(m, "learn" if learn else "share")
             self.steps = max(self.steps, k + 1)
             if found is not None:
                 self._agree(found)
@@ -105,7 +106,7 @@ class Trial:
             raise Ended(Status.FLAKY, Failure("repeat", message, where), self.result())
         if not self.deterministic:
             for m in found.some:
-                failure = self.checker.check(m, fresh_band=False)
+                failure = self.checker.check(m, "share")
                 if failure is not None:
                     raise Ended(Status.FLAKY, failure, self.result())
 
@@ -113,7 +114,7 @@ class Trial:
         """Each named distribution: changed inputs, states or weights, one step against the oracle."""
         for i, name in enumerate(names):
             with Unusual(self, name, i) as m:
-                self.judge(m)
+                self.judge(m, "alone")
         if names:
             self.checked.append(f"{len(names)} {what}s of unusual values: {', '.join(names)}")
 
@@ -123,7 +124,7 @@ class Trial:
         try:
             for i, name in enumerate(names):
                 with Unusual(self, name, 1000 + i) as m:
-                    self.judge(m)
+                    self.judge(m, "alone")
         except Ended as end:
             hidden = Failure("held-out", f"wrong on a held-out case ({end.failure.rule})")
             shown = replace(self.result(), tensors=())

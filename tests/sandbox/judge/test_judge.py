@@ -52,7 +52,7 @@ def test_right_kernel_passes(tmp_path: Path) -> None:
         "outputs.y", "states.layers.0.s", "states.layers.1.s",
     }  # fmt: skip
     assert all(t.ok and t.rel_l2 <= t.rel_l2_bound for t in v.correctness.tensors)
-    assert phases == ["load", "allocate", "check", "time"]
+    assert phases[:4] == ["load", "allocate", "check", "time"]
     assert v.timing is not None and v.timing.kind == "modelled"
     assert from_json(v.to_json()) == v
 
