@@ -1,7 +1,7 @@
 """The prompt book: templates filled from a situation, and strict readers of what models answer.
 
-Pure functions over strings; the calls are `agent.models.calls`' work. A prompt is kept within TOTAL_TOKENS by
-shortening the history, never by cutting a source.
+Pure functions over strings; the calls are `agent.models.calls`' work. A prompt is kept within
+TOTAL_TOKENS by shortening the history, never by cutting a source.
 """
 
 from __future__ import annotations
@@ -218,23 +218,28 @@ def word(x: Tried) -> str:
 
 
 def profile(x: Tried) -> str:
-    """Resources and findings of a candidate, as far as its verdict holds them."""
-    lines = []
-    for r in x.verdict.resources[:40]:
-        spilled = (
-            f", spills {r.spill_stores + r.spill_loads} B"
-            if r.spill_stores or r.spill_loads
-            else ""
-        )
-        lines.append(
-            f"- {r.kernel[:80]}: {r.registers} registers, {r.smem_static} B static shared{spilled}"
-        )
-    lines += [f"- {f.rule}: {f.message[:300]}" for f in x.verdict.findings[:12]]
+    """Where the time went, resources and findings of a candidate, as far as its verdict holds them."""
+    lines = [
+        f"- {k['kernel']}: {k['calls']} launches, {k['us']:.1f} us, {k['share']:.0%} of the step"
+        for k in x.verdict.profile.get("kernels", ())[:20]
+    ]
     for w in x.verdict.timing.workloads if x.verdict.timing else ():
         lines.append(
             f"- {w.regime}: {w.us:.2f} us a step, {w.gb_per_s:.0f} GB/s, {w.launches} launches"
         )
+    for r in x.verdict.resources[:40]:
+        spilled = r.spill_stores + r.spill_loads
+        lines.append(
+            f"- {short(r.kernel)}: {r.registers} registers, {r.smem_static} B static shared"
+            + (f", spills {spilled} B" if spilled else "")
+        )
+    lines += [f"- {f.rule}: {f.message[:300]}" for f in x.verdict.findings[:12]]
     return "What is known of it:\n" + "\n".join(lines) if lines else ""
+
+
+def short(kernel: str) -> str:
+    """The function's own name out of the DSL's mangled one."""
+    return kernel.removeprefix("kernel_").removeprefix("cutlass_").split("_tensorptr", 1)[0][:60]
 
 
 def table(rows: tuple[Tried, ...]) -> str:

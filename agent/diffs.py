@@ -1,6 +1,8 @@
-"""Unified diffs, made and applied strictly: every context and removed line must match where the hunk says.
+"""Unified diffs, made and applied strictly: every context and removed line must match where the
+hunk says.
 
-One liberty: line numbers may be off if the hunk's old lines occur exactly once in the file, since models miscount.
+One liberty: line numbers may be off if the hunk's old lines occur exactly once in the file, since
+models miscount.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class BadDiff(ValueError):
-    """The diff does not apply; the message names the hunk and the first line that does not match."""
+    """The diff does not apply; the message names the hunk and the first line that does not
+    match.
+    """
 
 
 @dataclass(frozen=True)
 class Hunk:
-    """`start` is the 1-based line that the header claims; `old` and `new` are lines without newline."""
+    """`start` is the 1-based line that the header claims; `old` and `new` are lines without
+    newline.
+    """
 
     start: int
     old: tuple[str, ...]
@@ -52,7 +58,9 @@ def apply(source: str, diff: str) -> str:
 
 
 def parse(diff: str) -> tuple[Hunk, ...]:
-    """The hunks of a diff of one file. Raises BadDiff for a second file or a line of no known kind."""
+    """The hunks of a diff of one file. Raises BadDiff for a second file or a line of no known
+    kind.
+    """
     hunks: list[Hunk] = []
     old: list[str] = []
     new: list[str] = []

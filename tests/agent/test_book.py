@@ -172,3 +172,15 @@ def test_lessons_are_read() -> None:
 def test_folding_leaves_unlike_lines_alone() -> None:
     lines = ["t.w[0].a: f32 [1]", "t.w[0].b: f32 [2]", "t.w[2].a: f32 [1]", "t.w[1].a: f32 [7]"]
     assert folded(lines) == ["t.w[*].a: f32 [1] for 0, 2", "t.w[0].b: f32 [2]", "t.w[1].a: f32 [7]"]
+
+
+def test_the_profile_names_the_costliest_kernel() -> None:
+    kernels = [{"kernel": "gemv", "calls": 12, "us": 250.5, "share": 0.5}]
+    s = situation()
+    s = replace(
+        s,
+        incumbent=replace(
+            s.incumbent, verdict=verdict(Status.PASSED, profile={"kernels": kernels})
+        ),
+    )
+    assert "gemv: 12 launches, 250.5 us, 50% of the step" in Book().plan(s).body
