@@ -11,6 +11,7 @@ import os
 import re
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from sandbox.box.spec import Limits
@@ -144,9 +145,10 @@ def _mount(controller: str) -> tuple[str, str] | None:
     return None
 
 
+@lru_cache(maxsize=8)
 def _sweep(place: Path) -> None:
-    """Remove groups that a killed process of ours left behind."""
-    for folder in place.glob(PREFIX + "*"):
+    """Once a process: remove groups that killed processes of ours left here or one level below."""
+    for folder in (*place.glob(PREFIX + "*"), *place.glob(f"*/{PREFIX}*")):
         pid = folder.name.removeprefix(PREFIX).split("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             _remove(folder)
