@@ -18,7 +18,7 @@ from agent.models.base import BadFormat, Prompt, Role, Schema
 from agent.models.pricing import CHARS_PER_TOKEN
 from agent.types import Direction, Proposal, Situation, Task, Tried
 from sandbox.artifact import Buffer
-from sandbox.verdict import Verdict
+from sandbox.verdict import Verdict, short_name
 
 TOTAL_TOKENS = 60_000
 MAX_LESSONS = 5
@@ -230,16 +230,11 @@ def profile(x: Tried) -> str:
     for r in x.verdict.resources[:40]:
         spilled = r.spill_stores + r.spill_loads
         lines.append(
-            f"- {short(r.kernel)}: {r.registers} registers, {r.smem_static} B static shared"
+            f"- {short_name(r.kernel)}: {r.registers} registers, {r.smem_static} B static shared"
             + (f", spills {spilled} B" if spilled else "")
         )
     lines += [f"- {f.rule}: {f.message[:300]}" for f in x.verdict.findings[:12]]
     return "What is known of it:\n" + "\n".join(lines) if lines else ""
-
-
-def short(kernel: str) -> str:
-    """The function's own name out of the DSL's mangled one."""
-    return kernel.removeprefix("kernel_").removeprefix("cutlass_").split("_tensorptr", 1)[0][:60]
 
 
 def table(rows: tuple[Tried, ...]) -> str:

@@ -144,6 +144,11 @@ class KernelResources:
     smem_static: int
 
 
+def short_name(kernel: str) -> str:
+    """A kernel's own name out of the DSL's mangled one, at most 60 characters."""
+    return kernel.removeprefix("kernel_").removeprefix("cutlass_").split("_tensorptr", 1)[0][:60]
+
+
 @dataclass(frozen=True)
 class Verdict:
     status: Status

@@ -15,11 +15,10 @@ from sandbox.artifact import Launch
 from sandbox.devices.base import Bound, Device, Timer
 from sandbox.judge.clock import clock_of
 from sandbox.judge.rig import Rig, clear
-from sandbox.verdict import KernelResources
+from sandbox.verdict import KernelResources, short_name
 
 REPEATS = 9
 MAX_POINTS = 160  # prefixes that are timed; longer plans are cut into this many pieces
-NAME_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,6 @@ def kernels(shares: Sequence[Share]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: -float(str(r["us"])))
 
 
-def short(kernel: str) -> str:
-    """The function's own name out of the DSL's mangled one."""
-    name = kernel.removeprefix("kernel_").removeprefix("cutlass_")
-    return name.split("_tensorptr", 1)[0][:NAME_CHARS]
-
-
 def _ends(n: int) -> list[int]:
     pieces = min(n, MAX_POINTS)
     return sorted({-(-n * (i + 1) // pieces) for i in range(pieces)})
@@ -110,7 +103,7 @@ def _shares(
         x = launches[end - 1]
         out.append(
             Share(
-                start, end - 1, short(x.kernel), round(now - before, 3), x.grid, x.block, x.smem,
+                start, end - 1, short_name(x.kernel), round(now - before, 3), x.grid, x.block, x.smem,
                 registers.get(x.kernel),
             )
         )  # fmt: skip

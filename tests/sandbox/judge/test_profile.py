@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.judge.profile import MAX_POINTS, _ends, short
-from sandbox.verdict import Status
+from sandbox.judge.profile import MAX_POINTS, _ends
+from sandbox.verdict import Status, short_name
 from tests.sandbox.judge import toy
 from tests.sandbox.judge.test_timing import FakeDevice, JudgeJob, run
 
@@ -47,4 +47,4 @@ def test_long_plans_are_cut_into_pieces_that_end_with_the_plan(n: int) -> None:
 
 
 def test_short_names() -> None:
-    assert short("kernel_cutlass_gemv_kernel_tensorptrbf16gmem_0") == "gemv_kernel"
+    assert short_name("kernel_cutlass_gemv_kernel_tensorptrbf16gmem_0") == "gemv_kernel"
