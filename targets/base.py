@@ -69,7 +69,11 @@ class Workload:
 
 
 class Target(Protocol):
-    """`reference` is `module:Class` (or `path/to/file.py:Class`) of a `targets.reference.Reference`."""
+    """`reference` is `module:Class` (or `path/to/file.py:Class`) of a `targets.reference.Reference`.
+
+    Optional: `baselines`, a mapping of names to `module:Class` with `prepare(workload, tensors)` and a `step()` that a
+    CUDA graph can capture; `floor_for(workload, ids)`, the floor for the experts in `outputs.ids` as nested lists.
+    """
 
     name: str
     summary: str

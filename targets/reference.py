@@ -44,7 +44,11 @@ class Expected:
 
 
 class Reference(Protocol):
-    """Constructed with no arguments. All tensors: shapes and dtypes of `Workload.buffers`, on `device`."""
+    """Constructed with no arguments. All tensors: shapes and dtypes of `Workload.buffers`, on `device`.
+
+    Optional attributes: `axes` maps a buffer's name or its last part to the names of its dimensions, for messages;
+    `held_out` names further distributions that `disturb` knows and nobody else is told of (tier promote).
+    """
 
     schedules: tuple[str, ...]
     """Names of legitimate working-precision schedules (at least 3) that make the noise band; `oracle` is fp64."""

@@ -205,8 +205,8 @@ def _finite(x: float) -> float:
 def _equal(
     b: Buffer, pair: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None, where: Where
 ) -> Failure | None:
-    expected, after = (bits(x.contiguous()) if is_float(b.dtype) else x for x in pair)
-    expected = expected.to(after.dtype)
+    # bit views: NaN equals itself, and torch has no arithmetic for the wider unsigned types
+    expected, after = (bits(x.contiguous()) for x in (pair[0].to(pair[1].dtype), pair[1]))
     same = expected == after
     if mask is not None:
         same = same | ~mask

@@ -70,11 +70,19 @@ def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict
     with draft.phase("time"):
         timed = timing.run(built, trial.checker, draft, todo)
     with draft.phase("profile"):
-        draft.profile |= profile.run(trial.rig, draft.resources)
+        _profile(built, draft)
     correctness = trial.result()
     draft.checked[:0] = correctness.checked
     draft.not_verified[:0] = correctness.not_verified
     return draft.passed(timed.outcome, correctness, timed.timing)
+
+
+def _profile(built: rig.Rig, draft: Draft) -> None:
+    """A part of a plan may wait for the rest of it: that ends the profile and takes nothing from the verdict."""
+    try:
+        draft.profile |= profile.run(built, draft.resources)
+    except Faulted as end:
+        draft.findings.append(Failure("profile", f"no profile: {end.failure.message}"))
 
 
 def _crash(error: Exception, device: Device) -> tuple[Status, Failure]:

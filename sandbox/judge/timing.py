@@ -32,6 +32,7 @@ from sandbox.judge.tiers import Effort
 from sandbox.verdict import Failure, Status
 
 CANDIDATE, TWIN, INCUMBENT = "candidate", "twin", "incumbent"
+WARM_US, WARM_ROUNDS = 50_000.0, 8
 SLOWED = {"hardware slowdown", "thermal", "hardware thermal", "power brake"}
 
 
@@ -156,16 +157,14 @@ def _measure(s: Session) -> Measured:
     samples: dict[str, list[list[float]]] = {a.name: [] for a in s.arms}
     fresh: list[int] = []
     before = dict(s.clock.conditions())
-    for arm in s.arms:  # clocks and caches up before the first block
-        s.lanes.restore()
-        s.clock.time(arm.replay)
+    _warm_up(s)
     check = ChainCheck(s.case, s.lanes, s.checker)
     for round_, blocks in enumerate(_split(s.effort.blocks, s.effort.rounds)):
         s.lanes.refresh(round_)
         check.begin(round_)
         fresh.append(sum(len(x) for x in (samples[CANDIDATE],)))
-        for _ in range(blocks):
-            _block(s, samples, check)
+        for i in range(blocks):
+            _block(s, i, samples, check)
         for plan in s.plan_arms():
             check.untimed(plan)
     check.end(s.plan_arms(), s.rig)
@@ -183,10 +182,27 @@ def _measure(s: Session) -> Measured:
     )  # fmt: skip
 
 
-def _block(s: Session, samples: dict[str, list[list[float]]], check: ChainCheck) -> None:
-    """A B C C B A: each arm twice, so that a drift inside the block falls on all alike."""
+def _warm_up(s: Session) -> None:
+    """Clocks and caches up before the first block."""
+    spent = 0.0
+    for _ in range(WARM_ROUNDS):
+        for arm in s.arms:
+            s.lanes.restore()
+            spent += s.clock.time(arm.replay)
+        if spent > WARM_US:
+            return
+
+
+def _block(
+    s: Session, number: int, samples: dict[str, list[list[float]]], check: ChainCheck
+) -> None:
+    """A B C C B A: each arm twice, so that a drift inside the block falls on all alike. The next block of a round
+    starts with the next arm, so that no arm is always first; the first starts with the candidate, whose inputs are
+    new then."""
     mine: dict[str, list[float]] = {a.name: [] for a in s.arms}
-    for arm in [*s.arms, *reversed(s.arms)]:
+    turn = number % len(s.arms)
+    order = [*s.arms[turn:], *s.arms[:turn]]
+    for arm in [*order, *reversed(order)]:
         s.lanes.restore()
         us = s.clock.time(arm.replay)
         mine[arm.name].append(us / arm.steps)

@@ -100,21 +100,20 @@ def test_faster_than_the_bytes_allow_is_a_cheat(tmp_path: Path) -> None:
 
 
 def test_noise_without_end_is_infra(tmp_path: Path) -> None:
-    count = 0
+    class Uneven(FakeDevice):
+        """Replays of the twin are slower: it is the same work under another bound method."""
 
-    class Drifting(FakeDevice):
         def time(self, work: Callable[[], None]) -> float:
-            nonlocal count
             us = super().time(work)
-            count += us > 1  # not for empty intervals
-            # two warm-ups, ten blocks of candidate, twin, twin, candidate: the twin is slower
-            return us * (1.02 if us > 1 and (count - 3) % 42 % 4 in (1, 2) else 1.0)
+            return us * (1.02 if type(getattr(work, "__self__", None)).__name__ == "Twin" else 1.0)
 
+    device = Uneven({"k": toy.right}, "cuda", {"k": 10.0}, noise=1e-5)
     job = JudgeJob(
         toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda", baselines=()
     )
-    v = run(job, Drifting({"k": toy.right}, "cuda", {"k": 10.0}, noise=1e-5))
+    v = run(job, device)
     assert v.status is Status.INFRA and v.failure is not None and v.failure.rule == "aa"
+    assert any(f.rule == "aa" for f in v.findings)
 
 
 def test_wrong_only_in_the_timed_run(tmp_path: Path) -> None:
