@@ -89,6 +89,15 @@ def test_without_the_compile_filter(name: str, way: str, drivers: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("user", ["root", "user"])
+def test_the_filter_alone_keeps_nested_namespaces_out(user: str, drivers: Any) -> None:
+    """Where a kernel refuses bubblewrap's own way to do it, and with the fork that the attack needs."""
+    attack = BY_NAME["new_namespaces"]
+    way = "strict A, user namespaces refused by filter alone tool"
+    judge(attack, "strict", run(drivers(user), attack, way))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("user", ["root", "user"])
 def test_control_without_a_box_gets_through(name: str, user: str, drivers: Any) -> None:
