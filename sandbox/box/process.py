@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from sandbox.box.frames import Broken, Caps, Frame, Oversized, Reader, Reason, encode
 from sandbox.box.spec import Isolation, Limits
+from sandbox.box.text import clean_text
 from sandbox.strict import Malformed
 
 TICK_S = 0.025
@@ -242,10 +243,3 @@ def _exit_of(child: subprocess.Popen[bytes], broken: Broken) -> Broken:
     if number in signal.valid_signals():
         return Broken(broken.reason, f"{broken.detail} ({signal.Signals(number).name})")
     return Broken(broken.reason, f"{broken.detail} (exit status {status})")
-
-
-def clean_text(data: bytes, most: int) -> str:
-    """Text for people, stores and prompts: UTF-8 with replacements, printable characters, newlines and tabs."""
-    text = data[-4 * most :].decode("utf-8", "replace")
-    kept = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-    return kept[-most:]
