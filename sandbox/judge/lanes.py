@@ -21,6 +21,8 @@ from targets.reference import Tensors
 
 MOST_SETS = 16
 ROTATE_OVER_L2 = 4
+DRAWN = 8
+"""Lanes of a set that the reference draws; it may do so on the host."""
 
 
 def sets_needed(case: Case) -> int:
@@ -84,19 +86,34 @@ class Lanes:
         self._clean = {"states": self.states.raw.clone(), "outputs": self.outputs.raw.clone()}
 
     def _draw(self, round_: int) -> None:
+        """States and first lanes from the reference; the others are those with other signs, where signs are free."""
         case, w, on = self.case, self.case.workload, self.case.device.torch_device
         for s in range(self.sets):
             made = case.reference.states(w, case.seeds.of("round", round_, s), on)
             copy_in(_Prefixed(self.states, f"{s}/"), made, case.buffers("states"))
-        for lane in range(self.steps):
-            seed = case.seeds.of("round", round_, lane % self.sets)
-            inputs = case.reference.inputs(w, seed, lane // self.sets, on)
-            copy_in(_Prefixed(self.inputs, f"{lane}/"), inputs, case.buffers("inputs"))
+        first = min(self.steps, DRAWN * self.sets)
+        self._draw_inputs(round_, range(first))
         if self._flips is None:
             self._flips = {
                 "inputs": vary.free_signs(self.inputs, self.steps) if len(self.inputs) else None,
                 "states": vary.free_signs(self.states, self.sets) if len(self.states) else None,
             }
+        mask = self._flips["inputs"]
+        if mask is None:
+            self._draw_inputs(round_, range(first, self.steps))
+            return
+        for lane in range(first, self.steps):
+            source = _Prefixed(self.inputs, f"{lane % first}/")
+            copy_in(_Prefixed(self.inputs, f"{lane}/"), source, case.buffers("inputs"))
+        vary.flip(self.inputs, mask, case.seeds.of("flip", "drawn", round_))
+
+    def _draw_inputs(self, round_: int, lanes: range) -> None:
+        case = self.case
+        for lane in lanes:
+            seed = case.seeds.of("round", round_, lane % self.sets)
+            step, on = lane // self.sets, case.device.torch_device
+            inputs = case.reference.inputs(case.workload, seed, step, on)
+            copy_in(_Prefixed(self.inputs, f"{lane}/"), inputs, case.buffers("inputs"))
 
     def restore(self) -> None:
         """States and outputs as `refresh` left them; enqueued, not waited for."""

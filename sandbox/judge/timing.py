@@ -159,14 +159,17 @@ def _measure(s: Session) -> Measured:
     before = dict(s.clock.conditions())
     _warm_up(s)
     check = ChainCheck(s.case, s.lanes, s.checker)
-    for round_, blocks in enumerate(_split(s.effort.blocks, s.effort.rounds)):
+    parts = _split(s.effort.blocks, s.effort.rounds)
+    for round_, blocks in enumerate(parts):
         s.lanes.refresh(round_)
         check.begin(round_)
         fresh.append(sum(len(x) for x in (samples[CANDIDATE],)))
         for i in range(blocks):
             _block(s, i, samples, check)
+        # the incumbent has had its own trial: for it the bits of timed and untimed runs are enough
+        last = round_ + 1 == len(parts)
         for plan in s.plan_arms():
-            check.untimed(plan)
+            check.untimed(plan, plan.name == CANDIDATE and (last or s.effort.fresh_bands))
     check.end(s.plan_arms(), s.rig)
     kept = _kept(s, samples)
     conditions = {"before": before, "after": dict(s.clock.conditions()), "dropped_blocks": kept[1]}

@@ -20,7 +20,7 @@ from sandbox.judge.tiers import Effort
 from sandbox.verdict import Correctness, Failure, Status, TensorCheck
 from targets.reference import Tensors
 
-REGENERATED_BYTES = 512 << 20
+REGENERATED_BYTES = 64 << 20
 
 
 @dataclass

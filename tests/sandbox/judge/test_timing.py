@@ -199,3 +199,24 @@ def test_small_weights_rotate_through_several_sets(tmp_path: Path) -> None:
     v = timed(tmp_path, {"k": 10.0}, l2_bytes=1 << 20)
     assert row(v).detail["weight_sets"] == 16
     assert any("below 4 x L2" in line for line in v.not_verified)
+
+
+def test_every_lane_of_a_long_chain_has_contents_of_its_own(tmp_path: Path) -> None:
+    """Lanes beyond those that the reference draws differ too, in each round."""
+    seen: dict[int, set[bytes]] = {}
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        seen.setdefault(t["inputs.x"].data_ptr(), set()).add(
+            t["inputs.x"].view(torch.int16).numpy().tobytes()
+        )
+        toy.right(t)
+
+    job = JudgeJob(
+        toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda", baselines=()
+    )
+    todo = replace(SCREEN, **{**FEW, "chain": 20}, blocks=2)
+    v = judge.run(job, FakeDevice({"k": kernel}, "cuda", {"k": 10.0}, noise=1e-4), todo=todo)
+    lanes = [x for x in seen.values() if len(x) >= 3]  # drawn, then two rounds
+    assert row(v).detail["steps_per_block"] == 20 and len(lanes) >= 20
+    contents = [c for x in lanes for c in x]
+    assert len(set(contents)) == len(contents)
