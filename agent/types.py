@@ -19,7 +19,7 @@ from targets.base import Floor
 @dataclass(frozen=True)
 class Task:
     """What does not change during a run. `workload` is `Workload.key`; `dims` are what candidates
-    read as `cfg.dims`.
+    read as `cfg.dims`; `brief` is the target's mathematics in words and formulas.
     """
 
     run: str
@@ -32,6 +32,7 @@ class Task:
     device: str
     arch: str
     tier: str = "screen"
+    brief: str = ""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ def test_the_stable_part_comes_first_and_is_the_same_for_every_role() -> None:
     ]  # fmt: skip
     assert len({p.stable for p in made}) == 1
     assert "t.weights.layers[*].w: bf16 [512, 512] for 0, 1" in made[0].stable
+    assert "y = W x" in made[0].stable
     assert all(SOURCE in p.body for p in made[:2])
 
 
