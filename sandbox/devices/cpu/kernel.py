@@ -79,6 +79,10 @@ class Kernel(Text):
             have = self.bits_of(op.name)
             value = self.let(f"load i{have}, ptr {self._alloca[op.name]}")
             return self.resize(value, have, bits)
+        if isinstance(op, Sym) and op.name in self.placed.shared:
+            # the own window begins where the block's rank says
+            own = self.let(f"add i64 %lo, {self.placed.shared[op.name] - L.SMEM_START}")
+            return self.resize(own, 64, bits)
         if isinstance(op, Sym):
             return str(_signed(self.symbol(op.name, instr), bits))
         from sandbox.devices.cpu.lower_special import special

@@ -75,6 +75,7 @@ def rt_race_acquire(ctx: i64, b: i64, t: i64, obj: i64) -> i64:
     vc = rt_object(ctx, obj, 0)
     if vc:
         rt_join(ctx, rt_clock(ctx, rt_agent(ctx, b, t)), vc)
+        rt_race_warp(ctx, b, t, 0)
     return 0
 
 
@@ -104,6 +105,7 @@ def rt_race_load(ctx: i64, b: i64, t: i64, p: i64, acquire: i64) -> i64:
         agent = rt_agent(ctx, b, t)
         if acquire:
             rt_join(ctx, rt_clock(ctx, agent), vc)
+            rt_race_warp(ctx, b, t, 0)  # the release may have been another lane's
         else:
             rt_join(ctx, ld64(ctx + C_READVC) + agent * ld64(ctx + C_AGENTS) * 4, vc)
     return 0

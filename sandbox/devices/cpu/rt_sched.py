@@ -92,7 +92,7 @@ def rt_awake(ctx: i64, b: i64, t: i64, state: i64) -> i64:
     if state == CLUSTER:
         if ld64(ld64(b + B_BASE) + B_CPHASE) != ld64(t + T_CPHASE):
             if ld64(ctx + C_EXACT):
-                rt_race_acquire(ctx, b, t, ld64(b + B_BASE) + B_CARRIVED)
+                rt_race_acquire(ctx, b, t, ld64(b + B_BASE) + B_CARRIVED + (ld64(t + T_CPHASE) & 1))
             return 1
         return 0
     if state == YIELD:
@@ -287,7 +287,7 @@ def rt_cluster_arrive(ctx: i64, b: i64, t: i64) -> i64:
     st64(t + T_CPHASE, ld64(base + B_CPHASE))
     st64(base + B_CARRIVED, ld64(base + B_CARRIVED) + 1)
     if ld64(ctx + C_EXACT):
-        rt_race_release(ctx, b, t, base + B_CARRIVED)
+        rt_race_release(ctx, b, t, base + B_CARRIVED + (ld64(t + T_CPHASE) & 1))
     return 0
 
 

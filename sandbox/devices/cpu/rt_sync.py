@@ -77,13 +77,15 @@ def rt_mbar(ctx: i64, b: i64, t: i64, site: i64, addr: i64, op: i64, n: i64) -> 
         st64(p, n | (n << 20) | (BIAS << 40))
         if ld64(ctx + C_EXACT):
             rt_race_reset(ctx, p)
+            rt_race_reset(ctx, p + 1)
         return 0
     if op == M_INVAL:
         peer = rt_peer(ctx, b, addr)
         fill(ld64(peer + B_SHADOW) + addr - ld64(peer + B_LO), UNWRITTEN, 8)
         return 0
     if ld64(ctx + C_EXACT):
-        rt_race_release(ctx, b, t, p)
+        # an object per parity, so that arrivals for the next phase are not taken for those of this one
+        rt_race_release(ctx, b, t, p + lshr(old, 63))
     if op == M_COMPLETE:
         if rt_mbar_tx(ctx, b, t, site, addr, p, 0 - n):
             rt_mbar_turn(p)
@@ -116,7 +118,7 @@ def rt_mbar_test(ctx: i64, b: i64, t: i64, site: i64, addr: i64, parity: i64) ->
     st64(t + T_B, parity & 1)
     if lshr(ld64(p), 63) != parity & 1:
         if ld64(ctx + C_EXACT):
-            rt_race_acquire(ctx, b, t, p)
+            rt_race_acquire(ctx, b, t, p + (parity & 1))
         return 1
     return 0
 
@@ -212,7 +214,7 @@ def rt_bulk(
         fill(ld64(owner + B_SHADOW) + off, UNWRITTEN, size)
         if ld64(ctx + C_EXACT):
             rt_race(ctx, b, t, site, dst, size, STORE | SHARED, ld64(owner + B_CELLS) + off * CELL)
-            rt_race_release(ctx, b, t, word)
+            rt_race_release(ctx, b, t, word + lshr(ld64(word), 63))
     n = ld64(b + B_NBULK)
     if n == BULK_CAPACITY:
         rt_bulk_drain(ctx, b)
