@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from sandbox.compile_client import CompileClient
-from tests.targets.seeds.harness import Case, built, check, steps
+from sandbox.devices.cpu.device import CpuDevice
+from tests.targets.seeds.harness import Case, built, check, results, steps
 
 
 def verify(compiler: CompileClient, case: Case) -> None:
@@ -91,3 +93,16 @@ def test_the_router_on_odd_inputs(compiler: CompileClient, disturb: str) -> None
 )
 def test_odd_requests(compiler: CompileClient, part: str, disturb: str) -> None:
     verify(compiler, Case(part, 8, disturb=disturb))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["gemv", "attn-res", "router", "kda", "mla", "latent-moe"])
+def test_no_race_and_the_same_bits_in_any_order(compiler: CompileClient, part: str) -> None:
+    case = Case(part, 2)
+    artifact = built(compiler, case)
+    usual, _ = results(artifact, case, CpuDevice())
+    for seed in (1, 2):
+        got, findings = results(artifact, case, CpuDevice(seed=seed, mode="exact"))
+        assert not findings
+        for name, value in usual.items():
+            assert torch.equal(got[name].view(torch.uint8), value.view(torch.uint8)), name
