@@ -58,6 +58,7 @@ def situation(n: int = 3) -> Situation:
         Floor(1000, 10),
         "cpu",
         "sm_90a",
+        brief="y = W x",
     )
     history = tuple(tried(i) for i in range(n))
     return Situation(task, 1, 2, history[0], SOURCE, history)
