@@ -13,14 +13,14 @@ from typing import Any
 
 from agent import search
 from agent.config import deadline
-from agent.models.base import StopRun
+from agent.models.base import StopRun, Unavailable
 from agent.outcome import Ending, Judged, best, end_step, ended, judged
 from agent.search import Spent
 from agent.state import CandidateState, Deps
 from agent.workspace import read_json, write_json
 from sandbox.jobs import CompileJob, CompileOutcome, Judge, JudgeJob
 from sandbox.strict import Malformed
-from sandbox.verdict import Status, Tier, Verdict
+from sandbox.verdict import Failure, Status, Tier, Verdict
 
 INFRA_RETRIES = 2
 
@@ -39,6 +39,7 @@ def compile(state: CandidateState, deps: Deps) -> dict[str, Any]:
 def _compile(deps: Deps, seq: int, step: int) -> None:
     proposal = read_json(deps.files.proposal(seq, step))
     outcome = _infra_retried(deps, compile_job(deps, proposal))
+    _seed_must_be_judged(seq, outcome.status, outcome.failure)
     if outcome.artifact is None:
         status = outcome.status or Status.INFRA
         message = outcome.failure.message if outcome.failure else "no artifact and no reason"
@@ -63,6 +64,17 @@ def _compile(deps: Deps, seq: int, step: int) -> None:
             "seconds": dict(outcome.seconds), "cached": outcome.cached,
         },
     )  # fmt: skip
+
+
+def _seed_must_be_judged(seq: int, status: Status | None, failure: Failure | None) -> None:
+    """Without the seed's verdict there is no run: a machine's failure ends the session, not the run.
+
+    Raises Unavailable, before anything is written, so that a resumed run tries again.
+    """
+    if seq == 0 and status is Status.INFRA:
+        raise Unavailable(
+            f"the seed cannot be judged here: {failure.message if failure else status}"
+        )
 
 
 def compile_job(deps: Deps, proposal: Mapping[str, Any]) -> CompileJob:
@@ -111,6 +123,7 @@ def judge(state: CandidateState, deps: Deps) -> dict[str, Any]:
             deps.reporter.status(seq, "judging")
             job = judge_job(state, deps, compiled, deps.settings.tier)
             verdict, seconds, stop = _judge(deps, deps.judge, job)
+            _seed_must_be_judged(seq, verdict.status, verdict.failure)
             out = {"stop": stop} if stop else {}
             row = {"verdict": deps.workspace.put_verdict(verdict), "gpu_seconds": seconds}
         write_json(path, row)

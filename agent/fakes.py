@@ -120,6 +120,7 @@ class FakeJudge:
 
     delay: float = 0.0
     full_penalty: float = 1.0
+    broken: bool = False
     calls: list[tuple[str, Tier]] = field(default_factory=list)
     closed: bool = False
 
@@ -128,6 +129,8 @@ class FakeJudge:
         artifact = artifact_store.load(job.artifact)
         self.calls.append((artifact.sha256, job.tier))
         us, mode = _said(artifact.step.ptx)
+        if self.broken:
+            return _verdict(job, artifact, us, Status.INFRA, None)
         if job.tier is not Tier.SCREEN:
             us *= self.full_penalty
         base = None

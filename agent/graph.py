@@ -8,7 +8,7 @@ here they are wired, and `Waiting` becomes an interrupt.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,9 @@ from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.errors import GraphBubbleUp, GraphDrained
 from langgraph.graph import END, START, StateGraph
 from langgraph.runtime import RunControl, Runtime
-from langgraph.types import Send, interrupt
+from langgraph.types import Command, Send, interrupt
 
+from agent.config import RunSettings
 from agent.crash import crashed
 from agent.evaluate import compile, confirm, judge
 from agent.models.base import StopRun, Unavailable, Waiting
@@ -85,9 +86,13 @@ def guarded(work: Work) -> Any:
 
 
 def review(state: RunState) -> dict[str, Any]:
-    """Where a person decides; the answer is recorded by the command that gives it."""
-    interrupt({"review": state["incumbent"], "stop": state["stop"]})
-    return {}
+    """Where a person decides; the answer is recorded by the command that gives it.
+
+    What is sent back opens another round; its comment reaches the proposer through the record.
+    """
+    answer = interrupt({"review": state["incumbent"], "stop": state["stop"]})
+    back = isinstance(answer, dict) and answer.get("decision") == "send_back"
+    return {"stop": None, "stale": 0} if back else {}
 
 
 def _go(state: CandidateState) -> str:
@@ -106,6 +111,10 @@ def _next(state: RunState) -> str:
     if not state.get("stop"):
         return "plan"
     return "review" if state.get("incumbent", 0) else END
+
+
+def _reviewed(state: RunState) -> str:
+    return END if state.get("stop") else "plan"
 
 
 def candidate_graph() -> StateGraph[Any, Any, Any, Any]:
@@ -135,7 +144,7 @@ def run_graph() -> StateGraph[Any, Any, Any, Any]:
     g.add_edge("candidate", "record")
     g.add_edge("record", "reflect")
     g.add_conditional_edges("reflect", _next, ["plan", "review", END])
-    g.add_edge("review", END)
+    g.add_conditional_edges("review", _reviewed, ["plan", END])
     return g
 
 
@@ -156,12 +165,13 @@ class Engine:
     graph: Any
     run: str
     width: int
+    steps: int
 
     @property
     def config(self) -> dict[str, Any]:
         return {
             "configurable": {"thread_id": self.run}, "max_concurrency": self.width,
-            "recursion_limit": 1_000_000,
+            "recursion_limit": self.steps,
         }  # fmt: skip
 
     def started(self) -> bool:
@@ -175,7 +185,21 @@ class Engine:
         about to do.
         """
         found = self.graph.get_state(self.config)
-        return bool(found.values) and found.next in ((), ("review",))
+        return bool(found.values and found.next in ((), ("review",)))
+
+    def at_review(self) -> bool:
+        """Whether the graph waits for a person."""
+        return self.graph.get_state(self.config).next == ("review",)
+
+    def answer(self, reply: Mapping[str, Any]) -> None:
+        """Give the review its answer, from any process; what comes after it is left to `advance`."""
+        self.graph.invoke(
+            Command(resume=dict(reply)), self.config, durability="sync", interrupt_after=["review"]
+        )
+
+    def send_back(self, reply: Mapping[str, Any]) -> None:
+        """Open another round of a run that has ended; `reply` is as for `answer`."""
+        self.graph.update_state(self.config, {"stop": None, "stale": 0}, as_node="review")
 
     def reopen(self) -> None:
         """Let a run that stopped decide again whether to go on, under limits that may have
@@ -202,11 +226,21 @@ class Engine:
         return Stopped("review" if values else "end", self.state())
 
 
+def most_steps(settings: RunSettings) -> int:
+    """Supersteps that a session can need: four a round, and those of one candidate. A wrong edge
+    ends there.
+    """
+    limits = settings.limits
+    rounds = limits.rounds if limits.rounds is not None else limits.candidates or 10_000
+    return 4 * rounds + 3 * (2 + settings.repairs + settings.tunings) + 40
+
+
 @contextmanager
-def engine(db: str | Path, run: str, width: int) -> Iterator[Engine]:
+def engine(db: str | Path, run: str, settings: RunSettings) -> Iterator[Engine]:
     """Checkpoints lie in runs.db beside the record."""
     conn = sqlite3.connect(str(db), timeout=30.0, check_same_thread=False)
     try:
-        yield Engine(run_graph().compile(checkpointer=SqliteSaver(conn)), run, width)
+        graph = run_graph().compile(checkpointer=SqliteSaver(conn))
+        yield Engine(graph, run, max(1, settings.k), most_steps(settings))
     finally:
         conn.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 from agent import search
 from agent.models.base import StopRun
+from agent.review.remarks import remarks
 from agent.state import Deps, RunState
 from agent.types import Direction, Situation
 from agent.workspace import read_json, write_json
@@ -55,6 +56,7 @@ def situation(deps: Deps, round: int, incumbent: int) -> Situation:
     lessons: list[str] = []
     for earlier in range(1, round):
         lessons += read_json(deps.files.lessons(earlier)) or []
+    lessons += remarks(deps.queries.decisions(deps.task.run))
     count = sum(t.seq > 0 for t in history)
     return Situation(
         task=deps.task, round=round, k=search.width(deps.settings.limits, deps.settings.k, count),

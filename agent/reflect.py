@@ -13,11 +13,15 @@ from agent.plan import situation
 from agent.search import Progress
 from agent.state import Deps, RunState
 from agent.workspace import read_json, write_json
+from sandbox.verdict import Status, Verdict
 
 
 def reflect(state: RunState, deps: Deps) -> dict[str, Any]:
     if state.get("stop"):
         return {}
+    best = deps.workspace.verdict(read_json(deps.files.result(state["incumbent"]))["verdict"])
+    if best.status is not Status.PASSED:
+        return {"stop": "seed_failed"}
     round = state["round"]
     out: dict[str, Any] = {}
     path = deps.files.lessons(round)
@@ -30,14 +34,13 @@ def reflect(state: RunState, deps: Deps) -> dict[str, Any]:
         except ModelError as error:
             deps.reporter.say(f"no lessons from round {round}: {error}")
             write_json(path, [])
-    return out or {"stop": _reason(state, deps)}
+    return out or {"stop": _reason(state, deps, best)}
 
 
-def _reason(state: RunState, deps: Deps) -> str:
-    winner = read_json(deps.files.result(state["incumbent"]))
+def _reason(state: RunState, deps: Deps, best: Verdict) -> str:
     progress = Progress(
         round=state["round"], candidates=state["next"] - 1, stale=state.get("stale", 0),
-        fraction=search.fraction(deps.workspace.verdict(winner["verdict"])),
+        fraction=search.fraction(best),
         infra_in_a_row=state.get("infra", 0),
     )  # fmt: skip
     return search.stop_reason(deps.settings.limits, progress, deps.ledger.spent) or ""

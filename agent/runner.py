@@ -88,7 +88,7 @@ def task_of(run: str, settings: RunSettings, target: Target) -> Task:
     return Task(
         run=run, target=settings.target, summary=target.summary, workload=w.key, dims=w.dims,
         buffers=w.buffers, floor=w.floor, device=settings.device, arch=settings.arch,
-        tier=str(settings.tier),
+        tier=str(settings.tier), brief=getattr(target, "brief", ""),
     )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def advance(r: Run) -> Ended:
     deps.store.set_run(r.id, state="running", stop=None, updated=now())
     stopped: Stopped | None = None
     try:
-        with engine(r.session.place.db, r.id, max(1, r.settings.k)) as e:
+        with engine(r.session.place.db, r.id, r.settings) as e:
             if e.at_rest():
                 e.reopen()
             stopped = e.advance(deps, r.session.drain)

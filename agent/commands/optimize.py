@@ -36,10 +36,13 @@ from agent.versions import versions
 from agent.workspace import Place
 from sandbox.verdict import Tier
 
+# Interpreting a step takes minutes: a first answer soon, more on request.
+CPU_ROUNDS, CPU_WIDTH = 2, 2
+
 
 def limit_options(f: Any) -> Any:
     for option in reversed((
-        click.option("--rounds", type=click.IntRange(0), default=None, help="Rounds.  [default: 8]"),
+        click.option("--rounds", type=click.IntRange(0), default=None, help="Rounds.  [default: 8; cpu 2]"),
         click.option("--max-candidates", type=click.IntRange(1), default=None, help="Candidates in all."),
         click.option("--max-usd", type=click.FloatRange(0), default=None, help="Dollars for models."),
         click.option("--max-tokens", type=click.IntRange(1), default=None, help="Tokens in and out."),
@@ -62,7 +65,7 @@ def limit_options(f: Any) -> Any:
 @click.option("--model", default=None, help="Model of the provider.")
 @click.option("--base-url", default=None, help="A compatible server.")
 @click.option("--candidates", "k", type=click.IntRange(1, 64), default=None,
-              help="Candidates a round.  [default: 3; external 1]")  # fmt: skip
+              help="Candidates a round.  [default: 3; cpu 2; external 1]")  # fmt: skip
 @limit_options
 @click.option(
     "--repairs", type=click.IntRange(0, 10), default=2, help="Repairs of a broken candidate."
@@ -177,14 +180,17 @@ def settings_of(asked: dict[str, Any]) -> RunSettings:
     options = common.chosen(target, asked["device"], asked)
     target.workload(options)
     k, tunings = asked["k"], asked["tunings"]
+    usual = 1 if proposer == "external" else CPU_WIDTH if asked["device"] == "cpu" else 3
     limits = Limits(**{k: v for k, v in _limits(asked).items() if v is not None})
+    if asked["rounds"] is None and asked["device"] == "cpu":
+        limits = replace(limits, rounds=CPU_ROUNDS)
     if proposer == "external" and asked["rounds"] is None:
         limits = replace(limits, rounds=None, patience=asked["patience"])
     return RunSettings(
         target=common.full_name(asked["target"]), options=options, device=asked["device"],
         arch=asked["arch"] or "", proposer=proposer,
         model=asked["model"] or seats.DEFAULT_MODELS.get(proposer, ""),
-        base_url=asked["base_url"] or "", k=k or (1 if proposer == "external" else 3),
+        base_url=asked["base_url"] or "", k=k or usual,
         repairs=asked["repairs"],
         tunings=tunings if tunings is not None else (3 if proposer in KEYS else 0),
         confirm=Tier(asked["confirm"]), limits=limits, seed=asked["seed"], wait=asked["wait"],

@@ -103,3 +103,10 @@ def calls_lessons_decisions_exports(db: Database) -> None:
         pk="id", strict=True, not_null={"run", "candidate", "kind", "path"},
         foreign_keys=[("run", "runs", "id"), ("candidate", "candidates", "id")],
     )  # fmt: skip
+
+
+@migrations()
+def people_decide(db: Database) -> None:
+    """Who decided and about which hashes (JSON); null for the loop's own decisions."""
+    db.table("decisions").add_column("who", str)
+    db.table("decisions").add_column("hashes", str)

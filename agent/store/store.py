@@ -134,6 +134,26 @@ class Store:
                     {**known, "reason": row["reason"], "date": row["date"]}
                 )
 
+    def add_review(self, run: str, seq: int, row: Mapping[str, Any]) -> None:
+        """A person's decision. `row`: round, kind, reason, date, who, hashes. Minds may change, so
+        decisions add up; one that repeats the candidate's last word is not recorded again.
+        """
+        with transaction(self.path) as db:
+            known = {
+                "run": run, "candidate": _candidate_id(db, run, seq),
+                **{k: row[k] for k in ("round", "kind", "reason", "who")},
+                "hashes": _json(row["hashes"]),
+            }  # fmt: skip
+            last = next(
+                db.query(
+                    "select * from decisions where candidate = ? and who is not null"
+                    " order by id desc limit 1", [known["candidate"]],
+                ),
+                {},
+            )  # fmt: skip
+            if any(last.get(k) != v for k, v in known.items()):
+                db.table("decisions").insert({**known, "date": row["date"]})
+
     def add_export(self, run: str, seq: int, row: Mapping[str, Any]) -> None:
         """`row`: kind, path, date."""
         with transaction(self.path) as db:

@@ -58,7 +58,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 def optimize(call: Call, *args: str) -> Result:
-    return call("optimize", "--target", TARGET, "--device", "cpu", *args)
+    usual = ("--rounds", "8", "--candidates", "3")
+    return call("optimize", "--target", TARGET, "--device", "cpu", *usual, *args)
 
 
 def test_without_a_key_the_tuner_finds_the_best_point_and_says_so_first(call: Call) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from agent import fakes
 from agent.fakes import kernel
+from agent.models.base import Unavailable
 from agent.models.scripted import ScriptedProposer
 from agent.search import Limits
 from sandbox.verdict import Tier
@@ -93,6 +97,28 @@ def test_a_seed_that_fails_ends_the_run(kit: Any, tmp_path: Path) -> None:
     ended = kit.optimize([kernel(80)], start=str(start))
     assert (ended.how, ended.stop) == ("end", "seed_failed")
     assert not kit.place.out.exists()
+    again = kit.go(ended.run, ScriptedProposer([kernel(80)]))
+    assert (again.stop, len(kit.queries.candidates(ended.run))) == ("seed_failed", 1)
+
+
+def test_a_seed_that_the_machine_could_not_judge_is_judged_when_resumed(kit: Any) -> None:
+    run = kit.new(limits=Limits(rounds=1))
+    right = kit.judge
+    kit.judge = fakes.FakeJudge(broken=True)
+    with pytest.raises(Unavailable, match="cannot be judged here"):
+        kit.go(run, ScriptedProposer([kernel(80)]))
+    assert kit.queries.run(run)["state"] == "failed"
+    kit.judge = right
+    assert kit.go(run, ScriptedProposer([kernel(80)])).incumbent == 1
+
+
+def test_infra_is_tried_again_and_charged_to_nobody(kit: Any) -> None:
+    judge = kit.judge
+    run = kit.new(limits=Limits(rounds=1))
+    ended = kit.go(run, ScriptedProposer([kernel(80, "infra")]))
+    assert kit.queries.candidates(run)[1]["status"] == "infra"
+    assert [t for _, t in judge.calls].count(Tier.SCREEN) == 1 + 3
+    assert ended.incumbent == 0
 
 
 class Faulty(ScriptedProposer):
