@@ -49,6 +49,7 @@ class Session:
     lanes: Lanes
     arms: list[Arm] = field(default_factory=list)
     conditions: list[dict[str, Any]] = field(default_factory=list)
+    timed_us: float = 0.0
 
     def plan_arms(self) -> list[PlanArm]:
         return [a for a in self.arms if isinstance(a, PlanArm)]
@@ -93,6 +94,7 @@ def run(rig: Rig, checker: Checker, draft: Draft, todo: Effort) -> Timed:
     if not measured.self_test.sound:
         message = f"one kernel against itself differs: {measured.self_test.ratio}; the machine is not quiet"
         raise Ended(Status.INFRA, Failure("aa", message))
+    draft.seconds["gpu_timed"] = round(session.timed_us / 1e6, 6)
     return ranking.rank(case, measured, draft)
 
 
@@ -208,6 +210,7 @@ def _block(
     for arm in [*order, *reversed(order)]:
         s.lanes.restore()
         us = s.clock.time(arm.replay)
+        s.timed_us += us
         mine[arm.name].append(us / arm.steps)
         plan = arm.of if isinstance(arm, Twin) else arm
         if isinstance(plan, PlanArm):
