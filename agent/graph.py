@@ -189,7 +189,7 @@ class Engine:
 
     def at_review(self) -> bool:
         """Whether the graph waits for a person."""
-        return self.graph.get_state(self.config).next == ("review",)
+        return bool(self.graph.get_state(self.config).next == ("review",))
 
     def answer(self, reply: Mapping[str, Any]) -> None:
         """Give the review its answer, from any process; what comes after it is left to `advance`."""
