@@ -1,17 +1,30 @@
 """Seed kernels of the Kimi K3 targets in CuTe DSL: correct and plain candidates that a search starts from.
 
-`source` bundles the modules that a target needs into one self-contained candidate file. Nothing here imports CuTe DSL;
-the modules beside are text until a compile worker runs a bundle.
+`source` bundles what a target needs of the modules beside into one self-contained candidate file. Nothing here imports
+CuTe DSL; the modules are text until a compile worker runs a bundle.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 _PACKAGE = "targets.kimi_k3.seeds"
 _CANDIDATE = {"TUNABLES", "workspace", "constants", "prepare", "step"}
-"""Names that belong to a candidate: taken from the target's own module, left out of those it builds on."""
+"""What makes a module a candidate: taken from the target's own module, left out of those it builds on."""
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """A top-level definition: its text with the comments above it, what it defines and what it mentions."""
+
+    module: str
+    text: tuple[str, ...]
+    names: frozenset[str]
+    mentions: frozenset[str]
+    plain: bool
 
 
 def source(target_name: str) -> str:
@@ -20,13 +33,19 @@ def source(target_name: str) -> str:
     known = part.isidentifier() and part != "common" and _path(part).is_file()
     if not target_name.startswith("kimi-k3-") or not known:
         raise ValueError(f"no seed for {target_name!r}")
-    order = _order(part)
-    trees = {module: ast.parse(_path(module).read_text()) for module in order}
-    doc = ast.get_docstring(trees[part], clean=False) or ""
-    sections = [f'"""{doc}"""', _imports(trees)]
-    for module in order:
-        sections.append(_section(module, trees[module], last=module == part))
-    return "\n\n".join(sections) + "\n"
+    trees = {module: ast.parse(_path(module).read_text()) for module in _order(part)}
+    found = [
+        d for module, tree in trees.items() for d in _definitions(module, tree, module == part)
+    ]
+    kept = _reachable(found)
+    used = frozenset[str]().union(*(d.mentions for d in kept))
+    sections = [
+        f'"""{ast.get_docstring(trees[part], clean=False)}"""',
+        _imports(trees.values(), used),
+    ]
+    for module, tree in trees.items():
+        sections += _section(module, tree, [d for d in kept if d.module == module])
+    return "\n\n\n".join(sections) + "\n"
 
 
 def _path(module: str) -> Path:
@@ -39,8 +58,8 @@ def _order(part: str) -> list[str]:
 
     def visit(module: str) -> None:
         for node in ast.parse(_path(module).read_text()).body:
-            if _own(node):
-                visit(node.module.rsplit(".", 1)[1])  # type: ignore[attr-defined]
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE + "."):
+                visit((node.module or "").rsplit(".", 1)[1])
         if module not in done:
             done.append(module)
 
@@ -48,64 +67,87 @@ def _order(part: str) -> list[str]:
     return done
 
 
-def _own(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE + ".")
-
-
-def _imports(trees: dict[str, ast.Module]) -> str:
-    """All imports but those among the seeds, merged and sorted: standard library first."""
-    plain: set[str] = set()
-    names: dict[str, set[str]] = {}
-    for tree in trees.values():
-        for node in tree.body:
-            if isinstance(node, ast.Import):
-                plain.update(ast.unparse(ast.Import([alias])) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and not _own(node):
-                names.setdefault(node.module or "", set()).update(a.name for a in node.names)
-    lines = [
-        *sorted(plain),
-        *(f"from {m} import {', '.join(sorted(n))}" for m, n in sorted(names.items())),
-    ]
-    ours = [x for x in lines if x.split()[1].split(".")[0] == "cutlass"]
-    standard = [x for x in lines if x not in ours]
-    return "\n".join([*standard, *([""] if standard else []), *ours])
-
-
-def _section(module: str, tree: ast.Module, last: bool) -> str:
-    """The module's definitions as written, comments included, under a heading."""
-    text = _path(module).read_text().splitlines()
-    doc = (ast.get_docstring(tree) or "").splitlines()[0]
-    kept = [f"# ---- {module}: {doc}"]
+def _definitions(module: str, tree: ast.Module, last: bool) -> list[_Definition]:
+    lines = _path(module).read_text().splitlines()
+    found: list[_Definition] = []
     end = 0
     for node in tree.body:
         start, before = _start(node), end
         end = node.end_lineno or start
-        if isinstance(node, ast.Import | ast.ImportFrom) or _is_docstring(node):
-            continue
-        if not last and _defines(node) & _CANDIDATE:
-            continue
-        comments = [x for x in text[before : start - 1] if x.startswith("#")]
-        gap = [""] if isinstance(node, ast.Assign | ast.AnnAssign) else ["", ""]
-        kept += [*gap, *comments, *text[start - 1 : end]]
-    return "\n".join(kept)
+        names = _names(node)
+        if names and (last or not names & _CANDIDATE):
+            comments = [x for x in lines[before : start - 1] if x.startswith("#")]
+            text = (*comments, *lines[start - 1 : end])
+            found.append(
+                _Definition(module, text, names, _mentions(node), isinstance(node, ast.Assign))
+            )
+        elif found and _is_text(node) and found[-1].plain:
+            # the line of prose below a constant belongs to it
+            held = found.pop()
+            text = (*held.text, *lines[start - 1 : end])
+            found.append(_Definition(module, text, held.names, held.mentions, True))
+    return found
+
+
+def _reachable(found: Sequence[_Definition]) -> list[_Definition]:
+    """The definitions that the candidate uses, directly or not, in their order."""
+    by_name = {name: d for d in found for name in d.names}
+    todo = [by_name[name] for name in _CANDIDATE & set(by_name)]
+    seen: set[int] = set()
+    while todo:
+        d = todo.pop()
+        if id(d) not in seen:
+            seen.add(id(d))
+            todo += [by_name[name] for name in d.mentions & set(by_name)]
+    return [d for d in found if id(d) in seen]
+
+
+def _imports(trees: Iterable[ast.Module], used: frozenset[str]) -> str:
+    """The imports that are used, merged and sorted: standard library first."""
+    whole: set[str] = set()
+    names: dict[str, set[str]] = {}
+    for node in (n for tree in trees for n in tree.body):
+        if isinstance(node, ast.Import):
+            whole |= {ast.unparse(ast.Import([a])) for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(_PACKAGE):
+            names.setdefault(node.module or "", set()).update(a.name for a in node.names)
+    wanted = {m: sorted(n & used) for m, n in names.items() if n & used}
+    lines = [
+        *sorted(whole),
+        *(f"from {m} import {', '.join(n)}" for m, n in sorted(wanted.items())),
+    ]
+    ours = [x for x in lines if x.split()[1].split(".")[0] == "cutlass"]
+    return "\n".join([*(x for x in lines if x not in ours), "", *ours])
+
+
+def _section(module: str, tree: ast.Module, kept: Sequence[_Definition]) -> list[str]:
+    """The module's part of the file under a heading, as written."""
+    if not kept:
+        return []
+    about = (ast.get_docstring(tree) or "").splitlines()[0]
+    lines = [f"# ---- {module}: {about}"]
+    for d in kept:
+        lines += ["", *([] if d.plain else [""]), *d.text]
+    return ["\n".join(lines)]
 
 
 def _start(node: ast.stmt) -> int:
-    decorators = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(d.lineno for d in decorators)])
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-
-
-def _defines(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return {node.name}
+        return min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    return node.lineno
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _names(node: ast.stmt) -> frozenset[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return frozenset({node.name})
     if isinstance(node, ast.Assign):
-        return {t.id for t in node.targets if isinstance(t, ast.Name)}
-    return set()
+        return frozenset(t.id for t in node.targets if isinstance(t, ast.Name))
+    return frozenset()
+
+
+def _mentions(node: ast.stmt) -> frozenset[str]:
+    return frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name))

@@ -1,4 +1,4 @@
-"""Device and host pieces that every Kimi K3 seed shares: warp mathematics, one bf16 MMA, MXFP4 codes, launch helpers.
+"""Device and host pieces that the Kimi K3 seeds share: warp mathematics, a bf16 MMA, loops over layers on the host.
 
 Part of a candidate (`seeds.source` bundles the modules into one file), so it knows CuTe DSL only, no target.
 """
@@ -9,8 +9,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
-
-LOG2E = 1.4426950408889634
 
 
 @cute.jit
