@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ def suggest(space: Space, tried: Sequence[Trial], k: int, seed: int) -> list[Poi
     found: list[Point] = []
     if _key(space, default(space)) not in seen:
         found.append(default(space))
-    more = _near if size(space) <= SMALL else _asked
+    more = _near if size(space) <= SMALL else _wide
     for point in more(space, tried, seed, 4 * k):
         key = _key(space, point)
         if len(found) < k and key not in seen and all(_key(space, f) != key for f in found):
@@ -63,18 +63,64 @@ def suggest(space: Space, tried: Sequence[Trial], k: int, seed: int) -> list[Poi
 
 
 def _near(space: Space, tried: Sequence[Trial], seed: int, most: int) -> list[Point]:
-    """All points, nearest to the best one first: changes of one value before changes of two."""
-    best = _best(space, tried)
+    """All points, nearest to the best one first; of equal distance those whose changes did well
+    before.
+    """
+    best, effect = _best(space, tried), _effects(space, tried)
     names = list(space)
     points = [
         dict(zip(names, values, strict=True)) for values in itertools.product(*space.values())
     ]
-    points.sort(key=lambda p: sum(p[n] != best[n] for n in names))
-    return points
+
+    def order(p: Point) -> tuple[int, float, list[int]]:
+        changed = [n for n in names if p[n] != best[n]]
+        return len(changed), sum(effect(n, p[n]) for n in changed), [*map(names.index, changed)]
+
+    return sorted(points, key=order)
+
+
+def _wide(space: Space, tried: Sequence[Trial], seed: int, most: int) -> list[Point]:
+    """Two neighbours of the best point, one of Optuna's proposals, and so on."""
+    best, effect = _best(space, tried), _effects(space, tried)
+    near = [
+        (effect(n, value), {**best, n: value})
+        for n, values in space.items()
+        for value in values
+        if value != best[n]
+    ]
+    near.sort(key=lambda item: item[0])
+    seen = {_key(space, t.point) for t in tried}
+    fresh = [point for _, point in near if _key(space, point) not in seen]
+    asked = _asked(space, tried, seed, most)
+    mixed: list[Point] = []
+    while fresh or asked:
+        mixed += fresh[:2] + asked[:1]
+        fresh, asked = fresh[2:], asked[1:]
+    return mixed
+
+
+def _effects(space: Space, tried: Sequence[Trial]) -> Callable[[str, Any], float]:
+    """The best time seen with a value of a tunable; a value never tried counts as the default
+    did.
+    """
+    times = [t.time for t in tried if t.time is not None]
+    first = _key(space, default(space))
+    start = [t.time for t in tried if t.time is not None and _key(space, t.point) == first]
+    neutral = start[0] if start else max(times, default=1.0)
+
+    def effect(name: str, value: Any) -> float:
+        values = space[name]
+        same = [t for t in tried if _value(t.point, name, values) == value]
+        known = [t.time for t in same if t.time is not None]
+        if not same:
+            return neutral
+        return min(known) if known else math.inf
+
+    return effect
 
 
 def _asked(space: Space, tried: Sequence[Trial], seed: int, most: int) -> list[Point]:
-    """Optuna's proposals after replaying the trials, then the best point's neighbours."""
+    """Optuna's proposals after replaying the trials."""
     import optuna
     from optuna.distributions import CategoricalDistribution
     from optuna.trial import TrialState, create_trial
@@ -99,13 +145,7 @@ def _asked(space: Space, tried: Sequence[Trial], seed: int, most: int) -> list[P
     for _ in range(ASKS_PER_POINT * most // 4):
         params = study.ask(dict(kinds)).params
         points.append({n: v[int(params[n])] for n, v in space.items()})
-    return points + list(_neighbours(space, _best(space, tried)))
-
-
-def _neighbours(space: Space, best: Point) -> list[Point]:
-    return [
-        {**best, n: value} for n, values in space.items() for value in values if value != best[n]
-    ]
+    return points
 
 
 def _best(space: Space, tried: Sequence[Trial]) -> Point:

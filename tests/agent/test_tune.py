@@ -48,6 +48,20 @@ def test_a_large_space_never_repeats_and_gets_better_than_the_default() -> None:
     assert min(t.time or 0 for t in tried) < (tried[0].time or 0) / 2
 
 
+def test_a_change_that_did_well_is_tried_on_the_new_best_before_unknown_ones() -> None:
+    base = {f"t{i}": 0 for i in range(6)}
+    tried = [
+        Trial(base, 100.0), Trial({**base, "t4": 1}, 90.0), Trial({**base, "t5": 2}, 95.0),
+        Trial({**base, "t0": 1}, 130.0),
+    ]  # fmt: skip
+    first, second, _ = suggest(LARGE, tried, 3, seed=0)
+    assert first == {**base, "t4": 1, "t5": 2}
+    assert second != {**base, "t4": 1, "t0": 1}
+    assert suggest({n: v[:2] for n, v in LARGE.items()}, tried[:2], 1, 0) == [
+        {**base, "t4": 1, "t0": 1}
+    ]
+
+
 def test_the_same_history_and_seed_give_the_same_suggestions() -> None:
     tried = [
         Trial({f"t{i}": 0 for i in range(6)}, 5.0),
