@@ -146,6 +146,10 @@ class Checker:
             run = reference.run(w, m.given, schedule, s.choices or None)
             for b, (o, _) in measured.items():
                 seen = bands.measure(o, run.tensors[b.name])
+                if not all(math.isfinite(getattr(seen, n)) for n in bands.NAMES):
+                    raise ValueError(
+                        f"the reference's schedule {schedule} strays without bound in {b.name} ({m.where.text()})"
+                    )
                 relative = replace(seen, max_abs=seen.max_abs / o.largest if o.largest else 0.0)
                 out[b.name] = bands.worst([out.get(b.name, bands.ZERO), relative])
         return out

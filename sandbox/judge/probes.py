@@ -212,6 +212,7 @@ def _under_load(trial: Trial) -> None:
     m, _ = _moment(trial, "under load")
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     filler = torch.ones(4 * rig.device.facts().l2_bytes // 4, device=rig.device.torch_device)
+    side.wait_stream(torch.cuda.current_stream())
     for n in range(LOADED_REPEATS):
         side.synchronize()
         with torch.cuda.stream(side):

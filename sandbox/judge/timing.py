@@ -81,6 +81,23 @@ def run(rig: Rig, checker: Checker, draft: Draft, todo: Effort) -> Timed:
     rival = _rival(rig, draft)
     if clock is None:
         return modelled.run(rig, rival, draft)
+    try:
+        return _timed((rig, checker, draft), todo, clock, rival)
+    except Ended as end:
+        if rival is None or end.failure.rule != "incumbent":
+            raise
+        draft.findings.append(end.failure)
+        return _timed((rig, checker, draft), todo, clock, None)
+
+
+def _timed(
+    who: tuple[Rig, Checker, Draft],
+    todo: Effort,
+    clock: Timer,
+    rival: tuple[Artifact, Program] | None,
+) -> Timed:
+    rig, checker, draft = who
+    case = rig.case
     session = Session(
         case, rig, checker, draft, todo, clock, lane_memory.build(case, rig.arena, todo.chain)
     )

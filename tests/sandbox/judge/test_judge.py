@@ -334,3 +334,22 @@ def test_malformed_artifact(tmp_path: Path) -> None:
     assert v.status is Status.PLAN_ERROR
     gone = run(JudgeJob(tmp_path / "none", toy.TARGET, {"rows": 4}, "cpu"), FakeDevice({}))
     assert gone.status is Status.PLAN_ERROR
+
+
+def test_a_reference_that_breaks_down_is_not_the_candidates_fault(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "import torch\nfrom tests.sandbox.judge import toy\nfrom dataclasses import dataclass\n"
+        "class Ref(toy.ToyReference):\n"
+        "    def run(self, w, tensors, schedule, forced=None):\n"
+        "        e = super().run(w, tensors, schedule, forced)\n"
+        "        if schedule == 'reversed':\n            e.tensors['outputs.y'][0, 0] = float('nan')\n"
+        "        return e\n"
+        "@dataclass(frozen=True)\nclass BrokenToy(toy.Toy):\n"
+        f"    name: str = {str(file) + ':BrokenToy'!r}\n    reference: str = {str(file) + ':Ref'!r}\n"
+    )
+    name = f"{file}:BrokenToy"
+    made = replace(toy.artifact(("k",)), target=name)
+    job = JudgeJob(toy.saved(tmp_path, made), name, {"rows": 4}, "cpu")
+    v = run(job, FakeDevice({"k": toy.right}))
+    assert v.status is Status.INFRA and v.failure is not None and "reversed" in v.failure.message

@@ -220,3 +220,26 @@ def test_every_lane_of_a_long_chain_has_contents_of_its_own(tmp_path: Path) -> N
     assert row(v).detail["steps_per_block"] == 20 and len(lanes) >= 20
     contents = [c for x in lanes for c in x]
     assert len(set(contents)) == len(contents)
+
+
+def test_an_incumbent_that_is_not_stable_is_left_out(tmp_path: Path) -> None:
+    count = 0
+
+    def old(t: Mapping[str, torch.Tensor]) -> None:
+        nonlocal count
+        count += 1
+        toy.right(t)
+        if count % 7 == 0:
+            t["outputs.y"][0, 0] += 1
+
+    incumbent = toy.saved(tmp_path, toy.artifact(("old",)))
+    job = JudgeJob(
+        toy.saved(tmp_path, toy.artifact(("k",))),
+        toy.TARGET,
+        {"rows": 4},
+        "cuda",
+        incumbent=incumbent,
+    )
+    v = run(job, FakeDevice({"k": toy.right, "old": old}, "cuda", {"k": 10.0, "old": 20.0}))
+    assert v.status is Status.PASSED and v.outcome is Outcome.NOT_TIMED
+    assert any(f.rule == "incumbent" for f in v.findings) and row(v).speedup_incumbent is None
