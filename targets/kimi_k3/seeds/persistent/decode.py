@@ -1,0 +1,320 @@
+"""Persistent decode kernel: one cooperative launch for a run of layers, one row; weights stream through a ring.
+
+A producer lane per CTA follows a fixed list of weight rows across layers and edges, so that memory stays busy while
+consumers wait for each other; only the routed experts wait, for their ids.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+
+from targets.kimi_k3.seeds.common import add_bf16x2, high, low, pack_bf16, round_bf16, smem
+from targets.kimi_k3.seeds.persistent.device import (
+    STRIDE,
+    Ctx,
+    arrive,
+    at,
+    consumers,
+    drain,
+    field,
+    fill,
+    gathered,
+    vector,
+    wait,
+    words_at,
+)
+from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, IS_MLA, F, kind, layer_tensors
+from targets.kimi_k3.seeds.persistent.kda import gated, load_early, place, update
+from targets.kimi_k3.seeds.persistent.mix import Banks, early, late
+from targets.kimi_k3.seeds.persistent.moe import Space, dense, fill_dense, fill_moe, moe
+from targets.kimi_k3.seeds.persistent.plan import Op, share
+
+TUNABLES = {
+    "ring_stages": (7, 6, 5, 4, 3, 2),
+    "stage_bytes": (28672, 14336),
+    "consumer_warps": (14, 7),
+    "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
+    "spin_limit": (0, 200000, 2000000),
+}
+
+
+class Io(NamedTuple):
+    """Inputs and outputs that are not of one layer; None where there is none."""
+
+    x0: Any
+    delta: Any
+    bank_old: Any
+    slots: Any
+    lengths: Any
+    table: Any
+    mapping: Any
+    bank: Any
+    ids: Any
+    prefix: Any
+    out: Any
+    res_norm: Any
+    res_proj: Any
+    norm: Any
+
+
+@cute.jit
+def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
+    """The list of one CTA: all stages in the order in which the consumers take them."""
+    d = op.d
+    it, routed = Int32(0), Int32(0)
+    for l in cutlass.range(d.layers, unroll=1):
+        what = Int32(field(c, l, F["kind"], COUNT))
+        if cutlass.const_expr("K" in d.attn):
+            if what & IS_MLA == 0:
+                first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
+                source = field(c, l, F["in_proj"], COUNT) + Int64(first) * op.wide.row_bytes
+                it = fill(c, it, source, n, op.wide, op)
+                g = op.rows(d.kda_dim)
+                first, n = share(d.hidden, c.cta, op.ctas)
+                source = field(c, l, F["o_proj"], COUNT) + Int64(first) * g.row_bytes
+                it = fill(c, it, source, n, g, op)
+        if cutlass.const_expr("D" in d.ffn):
+            if what & IS_DENSE != 0:
+                it = fill_dense(c, l, it, op)
+        if cutlass.const_expr("E" in d.ffn):
+            if what & IS_DENSE == 0:
+                it = fill_moe(c, l, it, routed, op)
+                routed += 1
+
+
+@cute.jit
+def kda(c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, io: Io, ws: Space, op: cutlass.Constexpr):
+    """ws.attn = a of a KDA layer, complete at the next edge."""
+    d = op.d
+    p = place(c, io.slots, op)
+    first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
+    it = drain(c, it, n, Int32(0), rX, op.wide, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+        ws.proj[first + i] = gathered(c, i, op.wide.width).to(BFloat16)
+    state = load_early(c, l, p, op)
+    arrive(c, op)
+    edge += 1
+    wait(c, edge, op)
+    update(c, l, p, state, ws.proj, ws.o, op)
+    arrive(c, op)
+    edge += 1
+    wait(c, edge, op)
+    g = op.rows(d.kda_dim)
+    rO = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    gated(c, l, p.slot, ws.proj, ws.o, rO, op)
+    it = out_projection(c, l, it, rO, ws, g, op)
+    return it, edge
+
+
+@cute.jit
+def out_projection(
+    c: Ctx, l: Int32, it: Int32, rO: cute.Tensor, ws: Space, g: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """ws.attn = bf(bf(x W_o^T) + the others' partials) of this CTA's rows."""
+    d = op.d
+    first, n = share(d.hidden, c.cta, op.ctas)
+    it = drain(c, it, n, Int32(0), rO, g, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+        y = gathered(c, i, g.width)
+        if cutlass.const_expr(d.ranks > 1):
+            y = round_bf16(y) + at(Float32, field(c, l, F["remote_attn"], COUNT), d.hidden)[first + i]
+        ws.attn[first + i] = y.to(BFloat16)
+    return it
+
+
+@cute.jit
+def add_delta(c: Ctx, l: Int32, rP: cute.Tensor, io: Io, ws: Space, op: cutlass.Constexpr):
+    """rP <- bf(rP + delta): the FFN output of layer l - 1, other ranks' columns gathered."""
+    d, g = op.d, op.wide
+    rD = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rD.fill(0)
+    for v in cutlass.range_constexpr(g.per):
+        i = vector(c, v, g)
+        if i < g.vecs:
+            if l == 0:
+                if cutlass.const_expr(d.first > 0):
+                    words_at(io.delta.iterator.toint(), i, rD[None, v])
+            else:
+                own = i < d.hidden_local // 8
+                if cutlass.const_expr(d.ranks > 1):
+                    what = Int32(field(c, l - 1, F["kind"], COUNT))
+                    if own or what & IS_DENSE != 0:
+                        words_at(ws.delta.iterator.toint(), i, rD[None, v])
+                    else:
+                        remote = field(c, l - 1, F["remote_delta"], COUNT)
+                        words_at(remote, i - d.hidden_local // 8, rD[None, v])
+                else:
+                    words_at(ws.delta.iterator.toint(), i, rD[None, v])
+    if l > 0 or d.first > 0:
+        for v in cutlass.range_constexpr(g.per):
+            for e in cutlass.range_constexpr(4):
+                rP[e, v] = add_bf16x2(rP[e, v], rD[e, v])
+
+
+@cute.jit
+def store_wide(c: Ctx, r: cute.Tensor, address: Int64, op: cutlass.Constexpr):
+    """This thread's words of a vector of `hidden`; one CTA, one replica."""
+    for v in cutlass.range_constexpr(op.wide.per):
+        i = vector(c, v, op.wide)
+        if i < op.wide.vecs and c.cta == 0 and c.warp < op.wide.width:
+            pointer = cute.make_ptr(Uint32, address + Int64(i) * 16, cute.AddressSpace.gmem, assumed_align=16)
+            cute.autovec_copy(r[None, v], cute.make_tensor(pointer, cute.make_layout((4,))))
+
+
+@cute.jit
+def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
+    d, g = op.d, op.wide
+    old = Int64(0) if cutlass.const_expr(io.bank_old is None) else io.bank_old.iterator.toint()
+    new = Int64(0) if cutlass.const_expr(io.bank is None) else io.bank.iterator.toint()
+    banks = Banks(old, new)
+    rP = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rX = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    rP.fill(0)
+    for v in cutlass.range_constexpr(g.per):
+        if vector(c, v, g) < g.vecs:
+            words_at(io.x0.iterator.toint(), vector(c, v, g), rP[None, v])
+    it, edge, routed = Int32(0), Int32(0), Int32(0)
+    for l in cutlass.range(d.layers, unroll=1):
+        layer = l + d.first
+        opens = layer % d.block == 0
+        sources = (layer + d.block - 1) // d.block
+        what = Int32(field(c, l, F["kind"], COUNT))
+        first = early(
+            c, banks, sources, field(c, l, F["attn_res_norm"], COUNT), field(c, l, F["attn_res_proj"], COUNT),
+            field(c, l, F["attn_norm"], COUNT), op,
+        )  # fmt: skip
+        if l > 0:
+            edge += 1
+            wait(c, edge, op)
+        add_delta(c, l, rP, io, ws, op)
+        if cutlass.const_expr(d.bank_rows > d.bank_old):
+            if opens:
+                store_wide(c, rP, new + Int64((layer // d.block - d.bank_old) * d.hidden * 2), op)
+        late(c, rP, first, sources, False, rX, op)
+        if cutlass.const_expr("K" in d.attn):
+            if what & IS_MLA == 0:
+                it, edge = kda(c, l, it, edge, rX, io, ws, op)
+        arrive(c, op)
+        restart = Int32(1) if opens else Int32(0)
+        second = early(
+            c, banks, sources + restart, field(c, l, F["mlp_res_norm"], COUNT), field(c, l, F["mlp_res_proj"], COUNT),
+            field(c, l, F["mlp_norm"], COUNT), op,
+        )  # fmt: skip
+        edge += 1
+        wait(c, edge, op)
+        rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+        rA.fill(0)
+        for v in cutlass.range_constexpr(g.per):
+            if vector(c, v, g) < g.vecs:
+                words_at(ws.attn.iterator.toint(), vector(c, v, g), rA[None, v])
+        for v in cutlass.range_constexpr(g.per):
+            for e in cutlass.range_constexpr(4):
+                rP[e, v] = rA[e, v] if opens else add_bf16x2(rP[e, v], rA[e, v])
+        late(c, rP, second, sources + restart, False, rX, op)
+        if cutlass.const_expr("D" in d.ffn):
+            if what & IS_DENSE != 0:
+                it, edge = dense(c, l, it, edge, rX, ws, op)
+        if cutlass.const_expr("E" in d.ffn):
+            if what & IS_DENSE == 0:
+                mIds = at(Int32, io.ids.iterator.toint() + Int64(routed * d.topk * 4), d.topk)
+                it, edge = moe(c, l, it, edge, rX, ws, mIds, op)
+                routed += 1
+        arrive(c, op)
+    last = early(
+        c, banks, Int32(d.bank_rows), io.res_norm.iterator.toint(), io.res_proj.iterator.toint(), io.norm.iterator.toint(), op
+    )  # fmt: skip
+    edge += 1
+    wait(c, edge, op)
+    add_delta(c, Int32(d.layers), rP, io, ws, op)
+    store_wide(c, rP, io.prefix.iterator.toint(), op)
+    late(c, rP, last, Int32(d.bank_rows), True, rX, op)
+    for v in cutlass.range_constexpr(g.per):
+        for e in cutlass.range_constexpr(4):
+            rP[e, v] = pack_bf16(rX[2 * e, v], rX[2 * e + 1, v])
+    store_wide(c, rP, io.out.iterator.toint(), op)
+    if c.tid == 0 and c.cta == 0:
+        state = cute.make_tensor(c.sync, cute.make_layout((64,)))
+        state[32] = c.base + edge * op.ctas
+
+
+@cute.kernel
+def decode_kernel(layers: tuple, io: Io, ws: Space, mSync: cute.Tensor, names: cutlass.Constexpr, op: cutlass.Constexpr):
+    """Grid (ctas), cooperative; op.warps consumer warps and one producer warp."""
+    tid, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    warp = cute.arch.make_warp_uniform(tid // 32)
+    d = op.d
+    ring = cute.make_tensor(
+        cutlass.memory.SmemAllocator().allocate_tensor(
+            Uint32, cute.make_layout((op.stages * op.stage // 4,)), byte_alignment=128
+        ).iterator,
+        cute.make_layout((op.stages * op.stage // 4,)),
+    )  # fmt: skip
+    bars = smem(Int64, (2 * op.stages + 1,), (1,)).iterator
+    c = Ctx(
+        tid, warp, tid % 32, cta, ring, bars, bars + op.stages, bars + 2 * op.stages,
+        smem(Float32, (op.part_rows * STRIDE,), (1,)), smem(Float32, ((2 * d.bank_rows + 4) * STRIDE,), (1,)),
+        smem(Int64, (d.layers * COUNT,), (1,)), smem(Int32, (d.topk,), (1,)), smem(Float32, (d.topk,), (1,)),
+        smem(Float32, (-(-d.hidden_local // op.ctas),), (1,)), smem(Uint32, (op.pool // 4,), (1,)),
+        mSync.iterator, mSync[32],
+    )  # fmt: skip
+    if tid == 0:
+        for s in cutlass.range_constexpr(op.stages):
+            cute.arch.mbarrier_init(c.full + s, 1)
+            cute.arch.mbarrier_init(c.empty + s, op.warps)
+        cute.arch.mbarrier_init(c.routed, 1)
+    for n in cutlass.range_constexpr(d.layers):
+        if tid == 32 * (n % op.warps):
+            for i in cutlass.range_constexpr(len(names[n])):
+                c.tab[n * COUNT + F[names[n][i]]] = layers[n][i].iterator.toint()
+            c.tab[n * COUNT + F["kind"]] = Int64(kind(d, n))
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    if warp == op.warps:
+        if tid % 32 == 0:
+            produce(c, io, op)
+    else:
+        consume(c, io, ws, op)
+
+
+def shape(dims, cfg):
+    if dims.rows != 1:
+        raise ValueError("the persistent kernel is for one row")
+    fits = max(1, min(cfg.sms, dims.hidden // 32))
+    return Op(dims, cfg.ctas or fits, cfg.consumer_warps, cfg.stage_bytes, cfg.ring_stages, cfg.spin_limit)
+
+
+def workspace(dims, cfg):
+    bf = lambda n: ("bf16", (max(n, 8),), "undefined", "step")  # noqa: E731
+    f32 = lambda n: ("f32", (max(n, 8),), "undefined", "step")  # noqa: E731
+    return {
+        "proj": bf(max(dims.in_proj_rows, dims.a_proj_rows)), "o": f32(dims.kda_dim), "attn": bf(dims.hidden),
+        "logits": f32(dims.router_rows), "latent": bf(dims.latent_rows), "hs": bf(max(dims.shared_dim, dims.dense_dim)),
+        "h": bf(dims.topk * dims.expert_dim), "z": bf(dims.latent), "delta": bf(dims.hidden),
+        "sync": ("i32", (128,), "zero", "persistent"),
+    }  # fmt: skip
+
+
+@cute.jit
+def step(t, cfg, stream):
+    """The layers of the run, then h = the closing AttnRes and out = bf(RMS(h; out_norm))."""
+    d, op = cfg.dims, shape(cfg.dims, cfg)
+    found = [layer_tensors(t, n, d) for n in range(d.layers)]
+    i, o, w = t.inputs, t.outputs, t.workspace
+    has_k, has_m = "K" in d.attn, "M" in d.attn
+    io = Io(
+        i.x0, i.delta if d.first else None, i.bank if d.first else None, i.slots if has_k else None,
+        i.lengths if has_m else None, i.block_table if has_m else None, i.slot_mapping if has_m else None,
+        o.bank if d.bank_rows > d.bank_old else None, o.ids if "E" in d.ffn else None, o.prefix, o.out,
+        t.weights.out_res_norm, t.weights.out_res_proj, t.weights.out_norm,
+    )  # fmt: skip
+    ws = Space(w.proj, w.o, w.attn, w.logits, w.latent, w.hs, w.h, w.z, w.delta, None)
+    decode_kernel(
+        tuple(tuple(x.values()) for x in found), io, ws, w.sync, tuple(tuple(x) for x in found), op
+    ).launch(
+        grid=(op.ctas, 1, 1), block=(op.threads + 32, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1,
+    )  # fmt: skip

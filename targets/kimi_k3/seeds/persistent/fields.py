@@ -1,0 +1,60 @@
+"""The table of addresses: one line per layer, so that one body of code serves all layers of a kind."""
+
+KDA = ("in_proj", "f_b", "conv", "A_log", "dt_bias", "o_norm", "o_proj")
+MLA = ("a_proj", "q_a_norm", "kv_a_norm", "q_b", "w_uk", "w_uv", "o_proj")
+MOE = (
+    "router", "router_bias", "latent_down", "w1", "w1_scale", "w3", "w3_scale", "w2", "w2_scale", "latent_norm",
+    "latent_up", "shared_gate_up", "shared_down",
+)  # fmt: skip
+DENSE = ("dense_gate_up", "dense_down")
+MIX = ("attn_res_norm", "attn_res_proj", "attn_norm", "mlp_res_norm", "mlp_res_proj", "mlp_norm")
+REMOTE = ("attn", "latent", "logits", "moe", "shared", "delta", "dense")
+NAMES = tuple(
+    dict.fromkeys(
+        [
+            *KDA,
+            *MLA,
+            *MOE,
+            *DENSE,
+            *MIX,
+            *(f"remote_{n}" for n in REMOTE),
+            "state_conv",
+            "state_S",
+            "kv",
+            "send",
+            "kind",
+        ]
+    )
+)
+COUNT = len(NAMES)
+F = {name: i for i, name in enumerate(NAMES)}
+IS_MLA, IS_DENSE = 1, 2
+
+
+def layer_tensors(t, n, dims):
+    """Field -> tensor of layer n, those it has."""
+    found = {}
+    w = t.weights.layers[n]
+    for name in (
+        *MIX,
+        *(KDA if dims.attn[n] == "K" else MLA),
+        *(MOE if dims.ffn[n] == "E" else DENSE),
+    ):
+        found[name] = getattr(w, name)
+    state = t.states.layers[n]
+    if dims.attn[n] == "K":
+        found |= {"state_conv": state.conv, "state_S": state.S}
+    else:
+        found |= {"kv": state.kv}
+    if dims.ranks > 1:
+        remote = t.inputs.remote.layers[n]
+        found |= {f"remote_{r}": getattr(remote, r) for r in REMOTE if hasattr(remote, r)}
+        if dims.ffn[n] == "E":
+            # only the first layer of the model has no experts, so these are the last ones of the list
+            sends = t.outputs.send.layers
+            found["send"] = sends[n - dims.layers].shared
+    return found
+
+
+def kind(dims, n):
+    return (IS_MLA if dims.attn[n] == "M" else 0) | (IS_DENSE if dims.ffn[n] == "D" else 0)

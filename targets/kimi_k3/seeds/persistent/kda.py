@@ -1,0 +1,233 @@
+"""KDA between its projections: a CTA has a head and some rows of its state, a warp one row at a time.
+
+The state, the taps and f_b are in registers before the edge that brings the projection.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+
+from targets.kimi_k3.seeds.common import high, lanes_sum, low, pack_bf16, round_bf16, sigmoid, silu
+from targets.kimi_k3.seeds.persistent.device import (
+    Ctx,
+    at,
+    consumers,
+    field,
+    unpack,
+    vector,
+    view,
+    words_at,
+)
+from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+
+HEAD = 128
+
+
+class State(NamedTuple):
+    """What is loaded early. rows: state rows of this warp f32 [4, turns]; f_b words [4, turns]; taps: of this
+    thread's channel."""
+
+    rows: Any
+    f_b: Any
+    conv: Any
+    taps: Any
+    bias: Any
+    rate: Any
+
+
+class Place(NamedTuple):
+    """head (-1: this CTA has none), first state row and how many, state slot (<= 0: none)."""
+
+    head: Any
+    slice: Any
+    first: Any
+    count: Any
+    slot: Any
+
+
+@cute.jit
+def place(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
+    per = op.slices
+    head = c.cta // per
+    part = c.cta % per
+    first = HEAD * part // per
+    count = HEAD * (part + 1) // per - first
+    if head >= op.d.kda_heads:
+        head, count = Int32(-1), Int32(0)
+    return Place(head, part, first, count, slots[0])
+
+
+@cute.jit
+def channel(c: Ctx, p: Place, i: Int32, op: cutlass.Constexpr):
+    """i-th channel of this CTA: 128 of q, 128 of k, then its own of v."""
+    width = op.d.kda_dim
+    found = p.head * HEAD + i % HEAD
+    if i >= HEAD:
+        found += width
+    if i >= 2 * HEAD:
+        found = 2 * width + p.head * HEAD + p.first + i - 2 * HEAD
+    return found
+
+
+@cute.jit
+def load_early(c: Ctx, l: Int32, p: Place, op: cutlass.Constexpr):
+    d = op.d
+    turns, looks = -(-op.state_rows // op.warps), -(-HEAD // (2 * op.warps))
+    rS = cute.make_rmem_tensor(cute.make_layout((4, turns)), Float32)
+    rF = cute.make_rmem_tensor(cute.make_layout((4, looks)), Uint32)
+    rT = cute.make_rmem_tensor(cute.make_layout((3,)), BFloat16)
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rS.fill(0.0)
+    rF.fill(0)
+    rT.fill(0.0)
+    rC.fill(0.0)
+    rate, bias = Float32(0.0), Float32(0.0)
+    if p.head >= 0:
+        safe = p.slot if p.slot > 0 else Int32(0)
+        state = field(c, l, F["state_S"], COUNT) + Int64(safe) * (4 * d.kda_heads * HEAD * HEAD)
+        for j in cutlass.range_constexpr(turns):
+            row = c.warp + j * op.warps
+            if row < p.count:
+                gRow = at(Float32, state + Int64((p.head * HEAD + p.first + row) * 512), HEAD)
+                cute.autovec_copy(cute.local_tile(gRow, (4,), (c.lane,)), rS[None, j])
+        f_b = field(c, l, F["f_b"], COUNT) + Int64(p.head * HEAD * 256)
+        for j in cutlass.range_constexpr(looks):
+            row = (c.warp + j * op.warps) * 2 + c.lane // 16
+            if row < HEAD:
+                words_at(f_b, row * 16 + c.lane % 16, rF[None, j])
+        if c.tid < 2 * HEAD + p.count:
+            ch = channel(c, p, c.tid, op)
+            taps = field(c, l, F["state_conv"], COUNT) + Int64(safe) * (18 * d.kda_dim)
+            gTap = at(BFloat16, taps, 9 * d.kda_dim)
+            for k in cutlass.range_constexpr(3):
+                rT[k] = gTap[3 * d.kda_dim * k + ch]
+            gConv = at(Float32, field(c, l, F["conv"], COUNT), 12 * d.kda_dim)
+            cute.autovec_copy(cute.local_tile(gConv, (4,), (ch,)), rC)
+        rate = cute.math.exp(at(Float32, field(c, l, F["A_log"], COUNT), d.kda_heads)[p.head])
+        if c.tid < HEAD:
+            bias = at(Float32, field(c, l, F["dt_bias"], COUNT), d.kda_dim)[p.head * HEAD + c.tid]
+    return State(rS, rF, rC, rT, bias, rate)
+
+
+@cute.jit
+def update(
+    c: Ctx, l: Int32, p: Place, s: State, mY: cute.Tensor, mO: cute.Tensor, op: cutlass.Constexpr
+):
+    """From the projection mY to o of this CTA's rows, mO f32 [D]; writes the state and the taps."""
+    d = op.d
+    if p.head >= 0:
+        sU = view(c, Float32, 0, 3 * HEAD)
+        sRaw = view(c, Float32, 3 * HEAD * 4, HEAD)
+        live = p.slot > 0
+        if c.tid < 2 * HEAD + p.count:
+            ch = channel(c, p, c.tid, op)
+            x = mY[ch]
+            u = s.taps[0].to(Float32) * s.conv[0] + s.taps[1].to(Float32) * s.conv[1]
+            u += s.taps[2].to(Float32) * s.conv[2] + x.to(Float32) * s.conv[3]
+            sU[c.tid] = silu(u)
+            if live and (p.slice == 0 or c.tid >= 2 * HEAD):
+                taps = field(c, l, F["state_conv"], COUNT) + Int64(p.slot) * (18 * d.kda_dim)
+                gTap = at(BFloat16, taps, 9 * d.kda_dim)
+                gTap[ch] = s.taps[1]
+                gTap[3 * d.kda_dim + ch] = s.taps[2]
+                gTap[6 * d.kda_dim + ch] = x
+        rA = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
+        rAf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+        rFf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+        cute.autovec_copy(cute.local_tile(mY, (8,), (d.kda_dim // 2 + c.lane % 16,)), rA)
+        for e in cutlass.range_constexpr(8):
+            rAf[e] = rA[e].to(Float32)
+        for j in cutlass.range_constexpr(-(-HEAD // (2 * op.warps))):
+            row = (c.warp + j * op.warps) * 2 + c.lane // 16
+            unpack(s.f_b[None, j], rFf)
+            raw = Float32(0.0)
+            for e in cutlass.range_constexpr(8):
+                raw += rAf[e] * rFf[e]
+            raw = round_bf16(lanes_sum(raw, 16))
+            if c.lane % 16 == 0 and row < HEAD:
+                sRaw[row] = raw
+        consumers(op)
+        if c.tid < HEAD:
+            gate = sigmoid(s.rate * (sRaw[c.tid] + s.bias))
+            sRaw[c.tid] = cute.math.exp(-5.0 * gate)
+        consumers(op)
+        beta = sigmoid(mY[4 * d.kda_dim + HEAD + p.head].to(Float32))
+        rows_update(c, l, p, s, (sU, sRaw, beta), mO, op)
+    else:
+        consumers(op)
+        consumers(op)
+
+
+@cute.jit
+def rows_update(
+    c: Ctx, l: Int32, p: Place, s: State, given: tuple, mO: cute.Tensor, op: cutlass.Constexpr
+):
+    sU, sDecay, beta = given
+    rQ = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rK = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rD = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    cute.autovec_copy(cute.local_tile(sU, (4,), (c.lane,)), rQ)
+    cute.autovec_copy(cute.local_tile(sU, (4,), (32 + c.lane,)), rK)
+    cute.autovec_copy(cute.local_tile(sDecay, (4,), (c.lane,)), rD)
+    q2, k2 = Float32(0.0), Float32(0.0)
+    for e in cutlass.range_constexpr(4):
+        q2 += rQ[e] * rQ[e]
+        k2 += rK[e] * rK[e]
+    q2 = cute.math.rsqrt(lanes_sum(q2, 32) + 1e-6) * HEAD**-0.5
+    k2 = cute.math.rsqrt(lanes_sum(k2, 32) + 1e-6)
+    for e in cutlass.range_constexpr(4):
+        rQ[e] = rQ[e] * q2
+        rK[e] = rK[e] * k2
+    state = field(c, l, F["state_S"], COUNT) + Int64(p.slot) * (4 * op.d.kda_heads * HEAD * HEAD)
+    for j in cutlass.range_constexpr(-(-op.state_rows // op.warps)):
+        row = c.warp + j * op.warps
+        if row < p.count:
+            seen, o = Float32(0.0), Float32(0.0)
+            for e in cutlass.range_constexpr(4):
+                s.rows[e, j] = s.rows[e, j] * rD[e]
+                seen += s.rows[e, j] * rK[e]
+            change = beta * (sU[2 * HEAD + row] - lanes_sum(seen, 32))
+            for e in cutlass.range_constexpr(4):
+                s.rows[e, j] = s.rows[e, j] + change * rK[e]
+                o += s.rows[e, j] * rQ[e]
+            o = lanes_sum(o, 32)
+            if c.lane == 0:
+                mO[p.head * HEAD + p.first + row] = o
+            if p.slot > 0:
+                gRow = at(Float32, state + Int64((p.head * HEAD + p.first + row) * 512), HEAD)
+                cute.autovec_copy(s.rows[None, j], cute.local_tile(gRow, (4,), (c.lane,)))
+
+
+@cute.jit
+def gated(
+    c: Ctx,
+    l: Int32,
+    slot: Int32,
+    mY: cute.Tensor,
+    mO: cute.Tensor,
+    rX: cute.Tensor,
+    op: cutlass.Constexpr,
+):
+    """rX f32 [8, 1] = bf(RMS(o; o_norm) * sg(g)) of this thread's eight columns; a head is sixteen lanes."""
+    d, g = op.d, op.rows(op.d.kda_dim)
+    i = vector(c, 0, g)
+    rO = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+    rG = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
+    rN = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    rNf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+    rO.fill(0.0)
+    rG.fill(0.0)
+    if i < g.vecs:
+        cute.autovec_copy(cute.local_tile(mO, (8,), (i,)), rO)
+        cute.autovec_copy(cute.local_tile(mY, (8,), (3 * d.kda_dim // 8 + i,)), rG)
+    words_at(field(c, l, F["o_norm"], COUNT), i % 16, rN)
+    unpack(rN, rNf)
+    square = Float32(0.0)
+    for e in cutlass.range_constexpr(8):
+        square += rO[e] * rO[e]
+    scale = cute.math.rsqrt(lanes_sum(square, 16) / HEAD + d.eps)
+    for e in cutlass.range_constexpr(8):
+        y = round_bf16(rO[e] * scale * rNf[e] * sigmoid(rG[e].to(Float32)))
+        rX[e, 0] = y if slot > 0 else Float32(0.0)

@@ -1,0 +1,175 @@
+"""Sizes and shares of the persistent decode kernel: which rows a CTA has, and how they are cut into ring stages.
+
+Plain Python, computed while compiling; the validator of the schedule reads the same objects. No CuTe DSL.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A bf16 matrix with rows of `k` columns as it passes the ring: `warps` consumers, `stage` bytes a stage.
+
+    A row is shared by `width` warps; a thread has `per` vectors of eight columns; `passes` rows are made at a time.
+    `pair`: a stage holds as many rows of one half of the matrix as of the other (gate and up).
+    """
+
+    k: int
+    warps: int
+    stage: int
+    pair: bool = False
+
+    @property
+    def vecs(self):
+        return self.k // 8
+
+    @property
+    def width(self):
+        return min(self.warps, -(-self.vecs // 32))
+
+    @property
+    def per(self):
+        return -(-self.vecs // (32 * self.width))
+
+    @property
+    def exact(self):
+        return self.vecs == 32 * self.width * self.per
+
+    @property
+    def passes(self):
+        return self.warps // self.width
+
+    @property
+    def row_bytes(self):
+        return 2 * self.k
+
+    @property
+    def chunk(self):
+        """Rows (pairs of rows) a stage."""
+        most = self.stage // (self.row_bytes * (2 if self.pair else 1))
+        if most < 1:
+            raise ValueError(f"stages of {self.stage} bytes do not hold a row of {self.row_bytes}")
+        return most - most % self.passes if most > self.passes else most
+
+
+@dataclass(frozen=True)
+class CodeRows:
+    """MXFP4 rows of `k` columns: codes and scales are separate matrices, copied in whole 16 bytes: `unit` rows."""
+
+    k: int
+    stage: int
+    parts: int
+
+    @property
+    def code_bytes(self):
+        return self.k // 2
+
+    @property
+    def scale_bytes(self):
+        return self.k // 32
+
+    @property
+    def unit(self):
+        return 16 // math.gcd(16, self.scale_bytes)
+
+    @property
+    def chunk(self):
+        """Rows of each of the `parts` matrices a stage."""
+        most = self.stage // (self.parts * (self.code_bytes + self.scale_bytes))
+        return most - most % self.unit
+
+
+def share(n, cta, ctas, unit=1):
+    """(first, count) of the rows of CTA `cta`, whole units."""
+    units = n // unit
+    first = units * cta // ctas * unit
+    return first, units * (cta + 1) // ctas * unit - first
+
+
+def most(n, ctas, unit=1):
+    """The largest share."""
+    return -(-n // unit // ctas) * unit
+
+
+@dataclass(frozen=True)
+class Op:
+    """Everything the kernel knows when it is compiled. `d` is cfg.dims."""
+
+    d: object
+    ctas: int
+    warps: int
+    stage: int
+    stages: int
+    spin: int
+
+    def rows(self, k, pair=False):
+        return Rows(k, self.warps, self.stage, pair)
+
+    @property
+    def threads(self):
+        return self.warps * 32
+
+    @property
+    def wide(self):
+        return self.rows(self.d.hidden)
+
+    @property
+    def up(self):
+        """w1 and w3, as pairs of rows."""
+        return CodeRows(self.d.latent, self.stage, 2)
+
+    @property
+    def down(self):
+        """w2: the CTA's rows of one expert are one piece."""
+        return CodeRows(self.d.expert_dim, self.stage, 1)
+
+    @property
+    def down_rows(self):
+        return most(self.d.latent, self.ctas, self.down.unit)
+
+    @property
+    def down_slots(self):
+        """Experts whose w2 rows share a stage."""
+        piece = self.down_rows * (self.down.code_bytes + self.down.scale_bytes)
+        return max(1, min(self.d.topk, self.stage // piece))
+
+    @property
+    def slices(self):
+        """CTAs to a head of KDA, and of MLA."""
+        return max(1, self.ctas // max(self.d.kda_heads, self.d.mla_heads))
+
+    @property
+    def state_rows(self):
+        return most(self.d.head_dim, self.slices)
+
+    @property
+    def part_rows(self):
+        """The most partial sums that one phase leaves in shared memory."""
+        d, g = self.d, self.ctas
+        front = most(d.router_rows, g) + most(d.latent_rows, g) + 2 * most(d.shared_dim, g)
+        found = [
+            most(d.in_proj_rows, g), most(d.a_proj_rows, g), most(d.hidden, g) + most(d.hidden_local, g), front,
+            2 * most(d.dense_dim, g), 2 * most(d.topk * d.expert_dim, g, self.up.unit),
+            most(d.mla_heads * (d.qk_nope + d.qk_rope), g),
+        ]  # fmt: skip
+        return max(found)
+
+    @property
+    def edges(self):
+        """All-to-all edges of a launch: every CTA arrives once at each."""
+        per = {"K": 2, "M": 6, "E": 4, "D": 2}
+        return (
+            sum(per[a] + 1 - 1 for a in self.d.attn)
+            + sum(per[f] for f in self.d.ffn)
+            + len(self.d.attn)
+        )
+
+    @property
+    def pool(self):
+        """Bytes of scratch in shared memory, shared by the phases."""
+        d = self.d
+        kda = 4 * 4 * d.head_dim
+        choice = 8 * self.warps * d.topk
+        down = 2 * d.topk * d.expert_dim + 4 * d.topk * self.down_rows
+        return -(-max(kda, choice, down) // 16) * 16
