@@ -43,6 +43,11 @@ def mask(kinds, kind):
     return sum(1 << n for n in members(kinds, kind))
 
 
+def numbered(level, n):
+    """Entry n of a level of `t` that has no entry for some layers: with gaps it is a namespace, not a list."""
+    return level[n] if isinstance(level, list) else getattr(level, str(n))
+
+
 @cute.jit
 def bits_before(value: cutlass.Constexpr, n: Int32, layers: cutlass.Constexpr):
     """Bits of `value` below n: which of its kind layer n is."""
@@ -113,8 +118,7 @@ def ffn(n, t, cfg: cutlass.Constexpr, stream):
             experts = members(d.ffn, "E")
             w = pick_layer([t.weights.layers[k] for k in experts], which, MOE_WEIGHTS)
             remote = [t.inputs.remote.layers[k] for k in experts] if sharded else None
-            # layers without experts send nothing; only the first of the model is one
-            send = t.outputs.send.layers[-len(experts) :] if sharded else None
+            send = [numbered(t.outputs.send.layers, k) for k in experts] if sharded else None
             ids = t.outputs.ids[which, None, None]
             exchange = moe_remote(remote, send, which, d)
             moe_ffn(space.x, w, exchange, ids, space.delta, space, cfg, stream)
