@@ -14,9 +14,9 @@ from sandbox.judge.checks import Band, Checker, Moment
 from sandbox.judge.ending import Ended
 from sandbox.judge.locate import Where
 from sandbox.judge.observe import Repeats, observe, repeat
-from sandbox.judge.probes import Unusual
 from sandbox.judge.rig import Rig
 from sandbox.judge.tiers import Effort
+from sandbox.judge.unusual import Unusual
 from sandbox.verdict import Correctness, Failure, Status, TensorCheck
 from targets.reference import Tensors
 

@@ -1,0 +1,115 @@
+"""A timing run's parts: clock, lanes, and the arms that take part in it. It times nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sandbox.artifact import Artifact
+from sandbox.devices.base import Faulted, Program, Refused, Timer
+from sandbox.judge import arms as arm_kinds
+from sandbox.judge import baselines
+from sandbox.judge.arms import Arm, PlanArm
+from sandbox.judge.case import Case, read_artifact
+from sandbox.judge.checks import Checker
+from sandbox.judge.lanes import Lanes
+from sandbox.judge.report import Draft
+from sandbox.judge.rig import Rig
+from sandbox.judge.tiers import Effort
+from sandbox.verdict import Failure
+
+CANDIDATE, TWIN, INCUMBENT = "candidate", "twin", "incumbent"
+
+
+@dataclass
+class Session:
+    """Everything one timing run needs."""
+
+    case: Case
+    rig: Rig
+    checker: Checker
+    draft: Draft
+    effort: Effort
+    clock: Timer
+    lanes: Lanes
+    arms: list[Arm] = field(default_factory=list)
+    conditions: list[dict[str, Any]] = field(default_factory=list)
+    timed_us: float = 0.0
+
+    def plan_arms(self) -> list[PlanArm]:
+        return [a for a in self.arms if isinstance(a, PlanArm)]
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A second name for an arm: the A/A comparison."""
+
+    of: Arm
+    name: str = TWIN
+
+    @property
+    def steps(self) -> int:
+        return self.of.steps
+
+    @property
+    def launches(self) -> int:
+        return self.of.launches
+
+    def replay(self) -> None:
+        self.of.replay()
+
+
+def find_rival(rig: Rig, draft: Draft) -> tuple[Artifact, Program] | None:
+    """The incumbent, loaded; None where there is none or it is the candidate itself."""
+    case = rig.case
+    if case.job.incumbent is None:
+        return None
+    try:
+        artifact = read_artifact(case.job.incumbent, case)
+        if artifact.ptx_sha256 == rig.artifact.ptx_sha256:
+            draft.findings.append(
+                Failure("same", "the incumbent has the same PTX and plan; nothing to compare")
+            )
+            return None
+        return artifact, case.device.load(artifact)
+    except Refused as error:
+        draft.findings.append(
+            Failure("incumbent", f"the incumbent cannot be timed: {error.failure.message}")
+        )
+        return None
+
+
+def make_arms(s: Session, rival: tuple[Artifact, Program] | None) -> None:
+    s.lanes.refresh(-1)
+    candidate = arm_kinds.plan_arm(CANDIDATE, (s.rig.artifact, s.rig.program), s.lanes, s.rig)
+    candidate.record()
+    s.arms.append(candidate)
+    reference: Arm = candidate
+    if rival is not None:
+        incumbent = arm_kinds.plan_arm(INCUMBENT, rival, s.lanes)
+        incumbent.record()
+        s.arms.append(incumbent)
+        reference = incumbent
+    s.arms.append(Twin(reference))
+    for name in s.case.job.baselines:
+        _add_baseline(s, name)
+
+
+def _add_baseline(s: Session, name: str) -> None:
+    """A baseline is a comparison: where it fails, that is said and the candidate's verdict does not hang on it."""
+    where = getattr(s.case.target, "baselines", {}).get(name)
+    if where is None:
+        s.draft.not_verified.append(f"baseline {name}: this target has none")
+        return
+    try:
+        arm = baselines.baseline_arm(name, where, s.lanes, s.checker)
+    except Faulted:
+        raise
+    except Exception as error:
+        s.draft.findings.append(Failure("baseline", f"baseline {name} failed: {str(error)[:300]}"))
+        return
+    if arm.failure is not None:
+        message = f"baseline {name} is wrong and not timed: {arm.failure.message}"
+        s.draft.findings.append(Failure("baseline", message, arm.failure.where))
+        return
+    s.arms.append(arm)
