@@ -1,0 +1,142 @@
+"""Before and after, as rows: resources of kernels, time by kernel, speed-ups with their intervals.
+
+Pure functions over verdicts; nothing here is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sandbox.verdict import Ratio, Verdict, WorkloadTiming, short_name
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """A paired speed-up of one workload; over 1 is faster. `us`: microseconds a step of the
+    candidate.
+    """
+
+    workload: str
+    regime: str
+    against: str
+    ratio: Ratio
+    us: float
+    floor: float | None
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Microseconds of a step that a kernel takes, and its launches; None where it is not there."""
+
+    kernel: str
+    calls_before: int | None
+    calls: int | None
+    us_before: float | None
+    us: float | None
+
+    @property
+    def delta(self) -> float:
+        return (self.us or 0.0) - (self.us_before or 0.0)
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One figure of a kernel before and after; None where the kernel is not there."""
+
+    kernel: str
+    what: str
+    before: int | None
+    after: int | None
+
+    @property
+    def changed(self) -> bool:
+        return self.before != self.after
+
+
+def label(w: WorkloadTiming) -> str:
+    """`tp8, 16 layers, M 1, context 4096`."""
+    return f"{w.preset}, {w.layers} layers, M {w.m}" + (
+        f", context {w.context}" if w.context else ""
+    )
+
+
+def floor_of(w: WorkloadTiming) -> float | None:
+    got = w.fraction_of_floor_measured
+    return got if got is not None else w.fraction_of_floor_spec
+
+
+def speedups(v: Verdict | None) -> tuple[Speedup, ...]:
+    """Every paired comparison of every timed workload."""
+    rows = []
+    for w in v.timing.workloads if v and v.timing else ():
+        pairs = (
+            ("the incumbent of then", w.speedup_incumbent), ("CUDA graph baseline", w.speedup_graph),
+            (w.best_baseline or "best baseline", w.speedup_best),
+        )  # fmt: skip
+        for against, ratio in pairs:
+            if ratio is not None:
+                rows.append(Speedup(label(w), w.regime, against, ratio, w.us, floor_of(w)))
+    return tuple(rows)
+
+
+def kernel_times(before: Verdict | None, after: Verdict | None) -> tuple[KernelTime, ...]:
+    """Time by kernel, the largest change first; empty without profiles."""
+    old, new = _profile(before), _profile(after)
+    rows = [
+        KernelTime(
+            name, _int(old, name, "calls"), _int(new, name, "calls"), _us(old, name), _us(new, name)
+        )
+        for name in dict.fromkeys([*new, *old])
+    ]
+    return tuple(sorted(rows, key=lambda r: -abs(r.delta)))
+
+
+def launches(v: Verdict | None) -> tuple[Mapping[str, Any], ...]:
+    """The profile's launches in order: kernel, us, first, last, grid, block, smem, regs."""
+    return tuple(v.profile.get("launches", ())) if v else ()
+
+
+def resources(before: Verdict | None, after: Verdict | None) -> tuple[Resource, ...]:
+    """Registers, spills, stack and shared memory, kernel by kernel; what changed comes first.
+
+    Dynamic shared memory is known only from a profile.
+    """
+    old, new = dict(_figures(before)), dict(_figures(after))
+    rows = [
+        Resource(kernel, what, old.get((kernel, what)), new.get((kernel, what)))
+        for kernel, what in dict.fromkeys([*new, *old])
+    ]
+    shown = [r for r in rows if r.what == "registers" or r.before or r.after]
+    return tuple(sorted(shown, key=lambda r: not r.changed))
+
+
+def _figures(v: Verdict | None) -> Iterator[tuple[tuple[str, str], int]]:
+    """Kernels of one name are one row: the largest figure stands for them."""
+    worst: dict[tuple[str, str], int] = {}
+    for r in v.resources if v else ():
+        d = asdict(r)
+        for key, what in (
+            ("registers", "registers"), ("spill_stores", "spilled on store, bytes"),
+            ("spill_loads", "spilled on load, bytes"), ("stack", "stack, bytes"),
+            ("smem_static", "static shared memory, bytes"),
+        ):  # fmt: skip
+            at = (short_name(r.kernel), what)
+            worst[at] = max(worst.get(at, 0), int(d[key]))
+    for x in launches(v):
+        at = (str(x.get("kernel", "")), "dynamic shared memory, bytes")
+        worst[at] = max(worst.get(at, 0), int(x.get("smem") or 0))
+    yield from worst.items()
+
+
+def _profile(v: Verdict | None) -> dict[str, Mapping[str, Any]]:
+    return {str(k["kernel"]): k for k in v.profile.get("kernels", ())} if v else {}
+
+
+def _int(rows: Mapping[str, Mapping[str, Any]], name: str, key: str) -> int | None:
+    return int(rows[name][key]) if name in rows else None
+
+
+def _us(rows: Mapping[str, Mapping[str, Any]], name: str) -> float | None:
+    return float(rows[name]["us"]) if name in rows else None
