@@ -9,10 +9,11 @@ import ast
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_PARTS = ("plan", "fields", "device", "mix", "kda", "moe", "decode")
+_PARTS = ("plan", "fields", "device", "mix", "kda", "moe", "mla", "decode")
 _SHARED = {
     "common": None,
     "router": {"order_key"},
+    "mla": {"mma_16x32"},
 }
 """Modules of the plain seeds that are used here, and of which only some definitions."""
 _ENTRY = {"TUNABLES", "workspace", "constants", "prepare", "step"}

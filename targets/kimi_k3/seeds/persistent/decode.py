@@ -12,7 +12,6 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2, high, low, pack_bf16, round_bf16, smem
 from targets.kimi_k3.seeds.persistent.device import (
-    STRIDE,
     Ctx,
     arrive,
     at,
@@ -28,8 +27,9 @@ from targets.kimi_k3.seeds.persistent.device import (
 from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, IS_MLA, F, kind, layer_tensors
 from targets.kimi_k3.seeds.persistent.kda import gated, load_early, place, update
 from targets.kimi_k3.seeds.persistent.mix import Banks, early, late
-from targets.kimi_k3.seeds.persistent.moe import Space, dense, fill_dense, fill_moe, moe
-from targets.kimi_k3.seeds.persistent.plan import Op, share
+from targets.kimi_k3.seeds.persistent.mla import MlaSpace, cache_of, fill_mla, mla
+from targets.kimi_k3.seeds.persistent.moe import Space, dense, fill_dense, fill_moe, load_x, moe
+from targets.kimi_k3.seeds.persistent.plan import STRIDE, Op, share
 
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
@@ -75,6 +75,9 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
                 first, n = share(d.hidden, c.cta, op.ctas)
                 source = field(c, l, F["o_proj"], COUNT) + Int64(first) * g.row_bytes
                 it = fill(c, it, source, n, g, op)
+        if cutlass.const_expr("M" in d.attn):
+            if what & IS_MLA != 0:
+                it = fill_mla(c, l, it, cache_of(io.lengths, io.table, io.mapping, op), op)
         if cutlass.const_expr("D" in d.ffn):
             if what & IS_DENSE != 0:
                 it = fill_dense(c, l, it, op)
@@ -198,6 +201,14 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
         if cutlass.const_expr("K" in d.attn):
             if what & IS_MLA == 0:
                 it, edge = kda(c, l, it, edge, rX, io, ws, op)
+        if cutlass.const_expr("M" in d.attn):
+            if what & IS_MLA != 0:
+                cache = cache_of(io.lengths, io.table, io.mapping, op)
+                it, edge = mla(c, l, it, edge, rX, cache, (ws.proj, ws.mla), op)
+                go = op.rows(d.mla_dim)
+                rO = cute.make_rmem_tensor(cute.make_layout((8, go.per)), Float32)
+                load_x(c, ws.mla.out, rO, go)
+                it = out_projection(c, l, it, rO, ws, go, op)
         arrive(c, op)
         restart = Int32(1) if opens else Int32(0)
         second = early(
@@ -291,12 +302,19 @@ def shape(dims, cfg):
 def workspace(dims, cfg):
     bf = lambda n: ("bf16", (max(n, 8),), "undefined", "step")  # noqa: E731
     f32 = lambda n: ("f32", (max(n, 8),), "undefined", "step")  # noqa: E731
-    return {
+    found = {
         "proj": bf(max(dims.in_proj_rows, dims.a_proj_rows)), "o": f32(dims.kda_dim), "attn": bf(dims.hidden),
         "logits": f32(dims.router_rows), "latent": bf(dims.latent_rows), "hs": bf(max(dims.shared_dim, dims.dense_dim)),
         "h": bf(dims.topk * dims.expert_dim), "z": bf(dims.latent), "delta": bf(dims.hidden),
         "sync": ("i32", (128,), "zero", "persistent"),
     }  # fmt: skip
+    if "M" in dims.attn:
+        h, ctas = dims.mla_heads, shape(dims, cfg).ctas
+        found |= {
+            "q": bf(h * (dims.qk_nope + dims.qk_rope)), "query": bf(h * dims.kv_dim), "sums": f32(ctas * h * dims.kv_lora),
+            "stats": f32(ctas * h * 2), "lat": bf(h * dims.kv_lora), "values": bf(dims.mla_dim),
+        }  # fmt: skip
+    return found
 
 
 @cute.jit
@@ -312,7 +330,8 @@ def step(t, cfg, stream):
         o.bank if d.bank_rows > d.bank_old else None, o.ids if "E" in d.ffn else None, o.prefix, o.out,
         t.weights.out_res_norm, t.weights.out_res_proj, t.weights.out_norm,
     )  # fmt: skip
-    ws = Space(w.proj, w.o, w.attn, w.logits, w.latent, w.hs, w.h, w.z, w.delta, None)
+    ms = MlaSpace(w.q, w.query, w.sums, w.stats, w.lat, w.values) if has_m else None
+    ws = Space(w.proj, w.o, w.attn, w.logits, w.latent, w.hs, w.h, w.z, w.delta, ms)
     decode_kernel(
         tuple(tuple(x.values()) for x in found), io, ws, w.sync, tuple(tuple(x) for x in found), op
     ).launch(

@@ -7,10 +7,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
 
 from targets.kimi_k3.seeds.common import high, lanes_sum, low
+from targets.kimi_k3.seeds.persistent.plan import STRIDE
 
 EVICT_FIRST = 0x12F0000000000000
-STRIDE = 33
-"""Floats between rows of partial sums and between slots of reductions: one per warp, and no bank conflicts."""
 
 
 class Ctx(NamedTuple):

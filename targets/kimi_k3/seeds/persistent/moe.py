@@ -8,7 +8,6 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
 
 from targets.kimi_k3.seeds.common import high, lanes_sum, low, round_bf16, sigmoid, situ
 from targets.kimi_k3.seeds.persistent.device import (
-    STRIDE,
     Ctx,
     arrive,
     at,
@@ -31,7 +30,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
 from targets.kimi_k3.seeds.router import order_key
 
 X_SCALE = 2.0**100
@@ -272,10 +271,12 @@ def choose(c: Ctx, l: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Constexpr
             sId[c.warp * best_of + rank] = expert
     consumers(op)
     for i in cutlass.range(c.tid, candidates, op.threads, unroll=1):
-        key, expert = sKey[i], sId[i]
+        # a tensor over a recast pointer forgets that it is unsigned
+        key, expert = Uint32(sKey[i]), sId[i]
         rank = Int32(0)
         for other in cutlass.range(candidates, unroll=8):
-            ahead = sKey[other] > key or (sKey[other] == key and sId[other] < expert)
+            rival = Uint32(sKey[other])
+            ahead = rival > key or (rival == key and sId[other] < expert)
             rank += Int32(1) if ahead else Int32(0)
         if rank < d.topk and key > Uint32(0):
             c.ids[rank] = expert
@@ -353,7 +354,7 @@ def codes_dot(word: Uint32, rX: cute.Tensor):
 @cute.jit
 def group_scale(byte: Uint8):
     """2^(byte - 127) for bytes 1 to 254."""
-    return (byte.to(Uint32) << 23).bitcast(Float32)
+    return ((Uint32(byte) & Uint32(0xFF)) << 23).bitcast(Float32)
 
 
 @cute.jit

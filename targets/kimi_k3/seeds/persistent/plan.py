@@ -6,6 +6,9 @@ Plain Python, computed while compiling; the validator of the schedule reads the 
 import math
 from dataclasses import dataclass
 
+STRIDE = 17
+"""Floats between rows of partial sums and between slots of reductions: one per warp, odd against bank conflicts."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -149,21 +152,15 @@ class Op:
         d, g = self.d, self.ctas
         front = most(d.router_rows, g) + most(d.latent_rows, g) + 2 * most(d.shared_dim, g)
         found = [
-            most(d.in_proj_rows, g), most(d.a_proj_rows, g), most(d.hidden, g) + most(d.hidden_local, g), front,
-            2 * most(d.dense_dim, g), 2 * most(d.topk * d.expert_dim, g, self.up.unit),
-            most(d.mla_heads * (d.qk_nope + d.qk_rope), g),
+            most(d.hidden, g) + most(d.hidden_local, g), front, 2 * most(d.topk * d.expert_dim, g, self.up.unit),
         ]  # fmt: skip
-        return max(found)
-
-    @property
-    def edges(self):
-        """All-to-all edges of a launch: every CTA arrives once at each."""
-        per = {"K": 2, "M": 6, "E": 4, "D": 2}
-        return (
-            sum(per[a] + 1 - 1 for a in self.d.attn)
-            + sum(per[f] for f in self.d.ffn)
-            + len(self.d.attn)
-        )
+        found += [most(d.in_proj_rows, g)] if "K" in d.attn else []
+        found += [2 * most(d.dense_dim, g)] if "D" in d.ffn else []
+        found += [
+            most(n, g) for n in (d.a_proj_rows, d.mla_heads * (d.qk_nope + d.qk_rope)) if "M" in d.attn
+        ]  # fmt: skip
+        scores = -(-16 * (d.page + 4) // STRIDE) if "M" in d.attn else 0
+        return max(*found, scores)
 
     @property
     def pool(self):
@@ -172,4 +169,43 @@ class Op:
         kda = 4 * 4 * d.head_dim
         choice = 8 * self.warps * d.topk
         down = 2 * d.topk * d.expert_dim + 4 * d.topk * self.down_rows
-        return -(-max(kda, choice, down) // 16) * 16
+        columns = most(d.kv_lora // 8, self.slices)
+        absorb = self.new_bytes + 32 * (self.threads // columns) * columns
+        attend = self.new_bytes + 4 * d.mla_heads * self.query_words + 32 * (d.page + 8) + 192
+        columns = most(d.kv_lora // 4, self.slices)
+        join = 4 * self.ctas + 16 + 16 * (self.threads // columns) * columns
+        found = [kda, choice, down] + ([absorb, attend, join] if "M" in d.attn else [])
+        return -(-max(found) // 16) * 16
+
+    @property
+    def new_bytes(self):
+        """The new token's cache row, first in the pool while MLA needs it."""
+        return -(-2 * self.d.kv_dim // 128) * 128
+
+    @property
+    def cache_rows(self):
+        """Tokens a stage, whole octets."""
+        return min(self.d.page, self.stage // (2 * self.d.kv_dim) // 8 * 8)
+
+    @property
+    def cache_stages(self):
+        """Stages of a page; all of them stay in the ring while the page is used."""
+        return -(-self.d.page // self.cache_rows)
+
+    @property
+    def query_words(self):
+        """Words between queries of two heads in shared memory."""
+        words = self.d.kv_dim // 2
+        return words + (16 - words % 32) % 32
+
+    @property
+    def value_warps(self):
+        """Warps that share the latent columns of P C, sixteen or more each."""
+        n = 1
+        while 2 * n <= self.warps and self.d.kv_lora % (32 * n) == 0:
+            n *= 2
+        return n
+
+    @property
+    def value_each(self):
+        return self.d.kv_lora // self.value_warps // 8

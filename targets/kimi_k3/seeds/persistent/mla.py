@@ -1,0 +1,531 @@
+"""MLA in the persistent kernel: a CTA has a share of the heads' columns, and whole pages of the cache for all heads.
+
+Old cache rows are immutable, so their pages pass the ring like weights, early; the new token's row replaces what the
+ring brought for it, in shared memory, and is written to the cache by the CTA that has its page.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+
+from targets.kimi_k3.seeds.common import lanes_max, lanes_sum, round_bf16, sigmoid
+from targets.kimi_k3.seeds.persistent.device import (
+    Ctx,
+    arrive,
+    at,
+    bulk,
+    consumers,
+    drain,
+    field,
+    fill,
+    gathered,
+    put,
+    stage_done,
+    stage_free,
+    stage_full,
+    take,
+    unpack,
+    vector,
+    view,
+    wait,
+    words_at,
+)
+from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.moe import load_x
+from targets.kimi_k3.seeds.persistent.plan import most, share
+
+
+class MlaSpace(NamedTuple):
+    """Global: q bf16 [H (nope + rope)], query bf16 [H kv_dim], sums f32 [ctas, H, lora], stats f32 [ctas, H, 2],
+    lat bf16 [H lora], out bf16 [H v]."""
+
+    q: Any
+    query: Any
+    sums: Any
+    stats: Any
+    lat: Any
+    out: Any
+
+
+class Cache(NamedTuple):
+    """table i32 [pages]; pages in sight; length; flat row of the new token, -1 = not inserted."""
+
+    table: Any
+    pages: Any
+    length: Any
+    row: Any
+
+
+@cute.jit
+def cache_of(lengths: cute.Tensor, table: cute.Tensor, mapping: cute.Tensor, op: cutlass.Constexpr):
+    length = lengths[0] if lengths[0] > 0 else Int32(0)
+    gTable = cute.make_tensor(table.iterator, cute.make_layout((op.d.pages_per_request,)))
+    return Cache(gTable, (length + op.d.page - 1) // op.d.page, length, Int32(mapping[0]))
+
+
+# ---- producer
+
+
+@cute.jit
+def fill_cache(c: Ctx, l: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr):
+    """This CTA's pages, `cache_rows` tokens a stage."""
+    d = op.d
+    size = d.page * d.kv_dim * 2
+    for p in cutlass.range(c.cta, cache.pages, op.ctas, unroll=1):
+        source = field(c, l, F["kv"], COUNT) + Int64(cache.table[p]) * size
+        for j in cutlass.range_constexpr(op.cache_stages):
+            part = min(op.cache_rows, d.page - j * op.cache_rows) * d.kv_dim * 2
+            s = stage_free(c, it, op)
+            cute.arch.mbarrier_arrive_and_expect_tx(c.full + s, part)
+            bulk(c, s, Int32(0), source + j * op.cache_rows * d.kv_dim * 2, Int32(part), op)
+            it += 1
+    return it
+
+
+@cute.jit
+def fill_mla(c: Ctx, l: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr):
+    d = op.d
+    first, n = share(d.a_proj_rows, c.cta, op.ctas)
+    it = fill(c, it, field(c, l, F["a_proj"], COUNT) + Int64(first) * op.wide.row_bytes, n, op.wide, op)
+    g = op.rows(d.q_lora)
+    first, n = share(d.mla_heads * (d.qk_nope + d.qk_rope), c.cta, op.ctas)
+    it = fill(c, it, field(c, l, F["q_b"], COUNT) + Int64(first) * g.row_bytes, n, g, op)
+    it = fill_cache(c, l, it, cache, op)
+    g = op.rows(d.kv_lora)
+    head = c.cta // op.slices
+    if head < d.mla_heads:
+        first, n = share(d.v_dim, c.cta % op.slices, op.slices)
+        source = field(c, l, F["w_uv"], COUNT) + Int64(head * d.v_dim + first) * g.row_bytes
+        it = fill(c, it, source, n, g, op)
+    g = op.rows(d.mla_dim)
+    first, n = share(d.hidden, c.cta, op.ctas)
+    return fill(c, it, field(c, l, F["o_proj"], COUNT) + Int64(first) * g.row_bytes, n, g, op)
+
+
+# ---- consumers
+
+
+@cute.jit
+def normed(c: Ctx, mX: cute.Tensor, norm: Int64, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr):
+    """rX f32 [8, per] = bf(RMS(x; norm)) of this thread's columns."""
+    load_x(c, mX, rX, g)
+    square = Float32(0.0)
+    for v in cutlass.range_constexpr(g.per):
+        for e in cutlass.range_constexpr(8):
+            square += rX[e, v] * rX[e, v]
+    put(c, 0, square)
+    consumers(op)
+    scale = cute.math.rsqrt(take(c, 0, g.width) / g.k + op.d.eps)
+    rN = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    rNf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+    rN.fill(0)
+    for v in cutlass.range_constexpr(g.per):
+        i = vector(c, v, g)
+        if i < g.vecs:
+            words_at(norm, i, rN)
+        unpack(rN, rNf)
+        for e in cutlass.range_constexpr(8):
+            rX[e, v] = round_bf16(rX[e, v] * scale * rNf[e])
+    consumers(op)
+
+
+@cute.jit
+def part_of(mX: cute.Tensor, first: cutlass.Constexpr, n: cutlass.Constexpr):
+    """Elements first .. first + n - 1, first a multiple of eight."""
+    pointer = cute.make_ptr(
+        mX.element_type, mX.iterator.toint() + first * 2, cute.AddressSpace.gmem, assumed_align=16
+    )
+    return cute.make_tensor(pointer, cute.make_layout((n,)))
+
+
+@cute.jit
+def new_row(c: Ctx, l: Int32, proj: cute.Tensor, op: cutlass.Constexpr):
+    """The pool's first kv_dim values: the new token's cache row."""
+    d = op.d
+    g = op.rows(d.kv_lora)
+    sNew = view(c, BFloat16, 0, d.kv_dim)
+    rX = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    rW = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
+    normed(c, part_of(proj, d.q_lora, d.kv_lora), field(c, l, F["kv_a_norm"], COUNT), rX, g, op)
+    if c.warp < g.width:
+        for v in cutlass.range_constexpr(g.per):
+            i = vector(c, v, g)
+            if i < g.vecs:
+                for e in cutlass.range_constexpr(8):
+                    rW[e] = rX[e, v].to(BFloat16)
+                cute.autovec_copy(rW, cute.local_tile(sNew, (8,), (i,)))
+    for i in cutlass.range(c.tid, d.qk_rope, op.threads, unroll=1):
+        sNew[d.kv_lora + i] = proj[d.q_lora + d.kv_lora + i]
+
+
+@cute.jit
+def load_uk(c: Ctx, l: Int32, op: cutlass.Constexpr):
+    """This thread's part of W_UK: eight columns, every `groups`-th row of the head; words [4, turns]."""
+    d = op.d
+    vectors = most(d.kv_lora // 8, op.slices)
+    groups = op.threads // vectors
+    turns = -(-d.qk_nope // groups)
+    rW = cute.make_rmem_tensor(cute.make_layout((4, turns)), Uint32)
+    rW.fill(0)
+    head = c.cta // op.slices
+    first, n = share(d.kv_lora // 8, c.cta % op.slices, op.slices)
+    v, group = c.tid % vectors, c.tid // vectors
+    if head < d.mla_heads and v < n and group < groups:
+        base = field(c, l, F["w_uk"], COUNT) + Int64(head * d.qk_nope * d.kv_lora * 2)
+        for j in cutlass.range_constexpr(turns):
+            row = group + j * groups
+            if row < d.qk_nope:
+                words_at(base, row * (d.kv_lora // 8) + first + v, rW[None, j])
+    return rW
+
+
+@cute.jit
+def absorb(c: Ctx, rW: cute.Tensor, ms: MlaSpace, op: cutlass.Constexpr):
+    """ms.query [head, kv_dim]: bf(Q_nope W_UK[h]) of this CTA's columns; the first of a head copies Q_pe."""
+    d = op.d
+    vectors = most(d.kv_lora // 8, op.slices)
+    groups = op.threads // vectors
+    head = c.cta // op.slices
+    first, n = share(d.kv_lora // 8, c.cta % op.slices, op.slices)
+    v, group = c.tid % vectors, c.tid // vectors
+    sPart = view(c, Float32, op.new_bytes, groups * vectors * 8)
+    q0 = head * (d.qk_nope + d.qk_rope)
+    if head < d.mla_heads:
+        rF = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+        rS = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+        rS.fill(0.0)
+        if group < groups:
+            for j in cutlass.range_constexpr(-(-d.qk_nope // groups)):
+                row = group + j * groups
+                if row < d.qk_nope:
+                    x = ms.q[q0 + row].to(Float32)
+                    unpack(rW[None, j], rF)
+                    for e in cutlass.range_constexpr(8):
+                        rS[e] = rS[e] + x * rF[e]
+            for e in cutlass.range_constexpr(8):
+                sPart[(group * vectors + v) * 8 + e] = rS[e]
+        consumers(op)
+        for i in cutlass.range(c.tid, 8 * n, op.threads, unroll=1):
+            total = Float32(0.0)
+            for k in cutlass.range(groups, unroll=8):
+                total += sPart[k * vectors * 8 + i]
+            ms.query[head * d.kv_dim + 8 * first + i] = total.to(BFloat16)
+        if c.cta % op.slices == 0 and c.tid < d.qk_rope:
+            ms.query[head * d.kv_dim + d.kv_lora + c.tid] = ms.q[q0 + d.qk_nope + c.tid]
+
+
+@cute.jit
+def mma_k16(rC: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
+    """rC[4] += A[16, 16] B[16, 8]; rA: rows g, g + 8, then the same eight columns on."""
+    out = cute.arch.inline_ptx(
+        """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}},
+            {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};""",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*(rA[i] for i in range(4)), *(rB[i] for i in range(2)), *(rC[i] for i in range(4))],
+    )
+    for i in cutlass.range_constexpr(4):
+        rC[i] = out[i]
+
+
+@cute.jit
+def token_at(c: Ctx, it: Int32, token: Int32, op: cutlass.Constexpr):
+    """Where in the ring, in units of 16 bytes, a token of the page starts whose first stage is number `it`."""
+    slot = (it + token // op.cache_rows) % op.stages
+    return slot * (op.stage // 16) + token % op.cache_rows * (op.d.kv_dim // 8)
+
+
+@cute.jit
+def patch(c: Ctx, l: Int32, it: Int32, page: Int32, left: Int32, cache: Cache, op: cutlass.Constexpr):
+    """The new row in its place, in the ring and in the cache; rows beyond the context become zero."""
+    d = op.d
+    sNew = view(c, Uint32, 0, d.kv_dim // 2)
+    rW = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    vecs = d.kv_dim // 8
+    physical = cache.table[page]
+    if cache.row >= 0 and cache.row // d.page == physical:
+        place = token_at(c, it, cache.row % d.page, op)
+        gRow = field(c, l, F["kv"], COUNT) + Int64(cache.row) * (2 * d.kv_dim)
+        for i in cutlass.range(c.tid, vecs, op.threads, unroll=1):
+            cute.autovec_copy(cute.local_tile(sNew, (4,), (i,)), rW)
+            cute.autovec_copy(rW, cute.local_tile(c.ring, (4,), (place + i,)))
+            pointer = cute.make_ptr(Uint32, gRow + Int64(i) * 16, cute.AddressSpace.gmem, assumed_align=16)
+            cute.autovec_copy(rW, cute.make_tensor(pointer, cute.make_layout((4,))))
+        consumers(op)
+    if left < d.page:
+        rW.fill(0)
+        for i in cutlass.range(left * vecs + c.tid, d.page * vecs, op.threads, unroll=1):
+            place = token_at(c, it, i // vecs, op) + i % vecs
+            cute.autovec_copy(rW, cute.local_tile(c.ring, (4,), (place,)))
+    cute.arch.inline_ptx("fence.proxy.async.shared::cta;")
+    consumers(op)
+
+
+@cute.jit
+def scores(c: Ctx, it: Int32, sQ: cute.Tensor, op: cutlass.Constexpr):
+    """part[head, token]: scaled scores of a page; a warp has eight tokens."""
+    d = op.d
+    g, q = c.lane // 4, c.lane % 4
+    words = op.query_words
+    rA = cute.make_rmem_tensor(cute.make_layout((4, 2)), Uint32)
+    rB = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rA.fill(0)
+    for octet in cutlass.range(c.warp, d.page // 8, op.warps, unroll=1):
+        rC.fill(0.0)
+        row = token_at(c, it, octet * 8 + g, op)
+        for k in cutlass.range(d.kv_dim // 32, unroll=2):
+            cute.autovec_copy(cute.local_tile(c.ring, (4,), (row + k * 4 + q,)), rB)
+            if g < d.mla_heads:
+                cute.autovec_copy(cute.local_tile(sQ, (4,), (g * (words // 4) + k * 4 + q,)), rA[None, 0])
+            if g + 8 < d.mla_heads:
+                cute.autovec_copy(cute.local_tile(sQ, (4,), ((g + 8) * (words // 4) + k * 4 + q,)), rA[None, 1])
+            mma_16x32(rC, rA, rB)
+        scale = (d.qk_nope + d.qk_rope) ** -0.5
+        for i in cutlass.range_constexpr(4):
+            c.part[(g + i // 2 * 8) * (d.page + 4) + octet * 8 + 2 * q + i % 2] = rC[i] * scale
+
+
+@cute.jit
+def soften(c: Ctx, left: Int32, sP: cute.Tensor, sState: cute.Tensor, op: cutlass.Constexpr):
+    """Online softmax of a page: sP[head, token] bf16; sState[max | sum | factor of all before] of sixteen heads."""
+    d = op.d
+    turns = -(-d.page // 32)
+    for h in cutlass.range(c.warp, d.mla_heads, op.warps, unroll=1):
+        before = sState[h]
+        top = before
+        for t in cutlass.range_constexpr(turns):
+            token = t * 32 + c.lane
+            if token < d.page and token < left:
+                top = cute.arch.fmax(top, c.part[h * (d.page + 4) + token])
+        top = lanes_max(top)
+        total = Float32(0.0)
+        for t in cutlass.range_constexpr(turns):
+            token = t * 32 + c.lane
+            if token < d.page:
+                p = Float32(0.0)
+                if token < left:
+                    p = cute.math.exp(c.part[h * (d.page + 4) + token] - top)
+                total += p
+                sP[h * (d.page + 8) + token] = p.to(BFloat16)
+        total = lanes_sum(total, 32)
+        cute.arch.sync_warp()
+        if c.lane == 0:
+            factor = cute.math.exp(before - top)
+            sState[h] = top
+            sState[16 + h] = sState[16 + h] * factor + total
+            sState[32 + h] = factor
+
+
+@cute.jit
+def weigh(c: Ctx, it: Int32, sP: cute.Tensor, sState: cute.Tensor, rC: cute.Tensor, op: cutlass.Constexpr):
+    """rC[4, n] = factor rC + P C: a warp makes 8 `each` columns, lane g the columns g * each .. of them."""
+    d = op.d
+    each, half = op.value_each, op.value_each // 2
+    g, q = c.lane // 4, c.lane % 4
+    sWord = cute.recast_tensor(sP, Uint32)
+    rA = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    rB = cute.make_rmem_tensor(cute.make_layout((2,)), Uint32)
+    rRow = cute.make_rmem_tensor(cute.make_layout((half, 4)), Uint32)
+    pitch = (d.page + 8) // 2
+    for n in cutlass.range_constexpr(each):
+        for i in cutlass.range_constexpr(4):
+            rC[i, n] = rC[i, n] * sState[32 + g + i // 2 * 8]
+    for k in cutlass.range(d.page // 16, unroll=1):
+        for i in cutlass.range_constexpr(4):
+            rA[i] = sWord[(g + i % 2 * 8) * pitch + k * 8 + q + i // 2 * 4]
+            token = k * 16 + 2 * q + i % 2 + i // 2 * 8
+            place = token_at(c, it, token, op) * 4 + (c.warp * 8 + g) * half
+            cute.autovec_copy(cute.local_tile(c.ring, (half,), (place // half,)), rRow[None, i])
+        for n in cutlass.range_constexpr(half):
+            for odd in cutlass.range_constexpr(2):
+                select = Uint32(0x7632 if odd else 0x5410)
+                for i in cutlass.range_constexpr(2):
+                    rB[i] = cute.arch.prmt(rRow[n, 2 * i], rRow[n, 2 * i + 1], select)
+                mma_k16(rC[None, 2 * n + odd], rA, rB)
+
+
+@cute.jit
+def attend(c: Ctx, l: Int32, it: Int32, cache: Cache, ms: MlaSpace, op: cutlass.Constexpr):
+    """ms.sums, ms.stats of this CTA's pages for all heads; a CTA without pages has statistics (-inf, 0)."""
+    d = op.d
+    each = op.value_each
+    words = op.query_words
+    sQ = view(c, Uint32, op.new_bytes, d.mla_heads * words)
+    sP = view(c, BFloat16, op.new_bytes + 4 * d.mla_heads * words, 16 * (d.page + 8))
+    sState = view(c, Float32, op.new_bytes + 4 * d.mla_heads * words + 32 * (d.page + 8), 48)
+    rW = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    vecs = d.kv_dim // 8
+    for i in cutlass.range(c.tid, d.mla_heads * vecs, op.threads, unroll=1):
+        words_at(ms.query.iterator.toint(), i, rW)
+        cute.autovec_copy(rW, cute.local_tile(sQ, (4,), (i // vecs * (words // 4) + i % vecs,)))
+    if c.tid < 16:
+        sState[c.tid], sState[16 + c.tid], sState[32 + c.tid] = -Float32.inf, Float32(0.0), Float32(0.0)
+    consumers(op)
+    rC = cute.make_rmem_tensor(cute.make_layout((4, each)), Float32)
+    rC.fill(0.0)
+    for p in cutlass.range(c.cta, cache.pages, op.ctas, unroll=1):
+        for j in cutlass.range_constexpr(op.cache_stages):
+            stage_full(c, it + j, op)
+        left = cache.length - p * d.page
+        patch(c, l, it, p, left, cache, op)
+        scores(c, it, sQ, op)
+        consumers(op)
+        soften(c, left, sP, sState, op)
+        consumers(op)
+        if c.warp < op.value_warps:
+            weigh(c, it, sP, sState, rC, op)
+        for j in cutlass.range_constexpr(op.cache_stages):
+            stage_done(c, (it + j) % op.stages)
+        it += op.cache_stages
+        consumers(op)
+    if c.tid < d.mla_heads:
+        ms.stats[(c.cta * d.mla_heads + c.tid) * 2] = sState[c.tid]
+        ms.stats[(c.cta * d.mla_heads + c.tid) * 2 + 1] = sState[16 + c.tid]
+    if c.warp < op.value_warps and c.cta < cache.pages:
+        rOut = cute.make_rmem_tensor(cute.make_layout((each,)), Float32)
+        g, q = c.lane // 4, c.lane % 4
+        for i in cutlass.range_constexpr(4):
+            h = g + i // 2 * 8
+            if h < d.mla_heads:
+                for n in cutlass.range_constexpr(each):
+                    rOut[n] = rC[i, n]
+                place = (c.cta * d.mla_heads + h) * (d.kv_lora // each) + c.warp * 8 + 2 * q + i % 2
+                cute.autovec_copy(rOut, cute.local_tile(ms.sums, (each,), (place,)))
+    return it
+
+
+@cute.jit
+def join(c: Ctx, ms: MlaSpace, cache: Cache, op: cutlass.Constexpr):
+    """ms.lat = bf(sum over CTAs of weight * sum) of this CTA's head and columns."""
+    d = op.d
+    vectors = most(d.kv_lora // 4, op.slices)
+    groups = op.threads // vectors
+    head = c.cta // op.slices
+    first, n = share(d.kv_lora // 4, c.cta % op.slices, op.slices)
+    parts = cache.pages if cache.pages < op.ctas else Int32(op.ctas)
+    sW = view(c, Float32, 0, op.ctas)
+    sPart = view(c, Float32, -(-4 * op.ctas // 16) * 16, groups * vectors * 4)
+    if head < d.mla_heads:
+        if c.warp == 0:
+            top = -Float32.inf
+            for s in cutlass.range(c.lane, parts, 32, unroll=1):
+                top = cute.arch.fmax(top, ms.stats[(s * d.mla_heads + head) * 2])
+            top = lanes_max(top)
+            total = Float32(0.0)
+            for s in cutlass.range(c.lane, parts, 32, unroll=1):
+                w = cute.math.exp(ms.stats[(s * d.mla_heads + head) * 2] - top)
+                sW[s] = w
+                total += w * ms.stats[(s * d.mla_heads + head) * 2 + 1]
+            total = lanes_sum(total, 32)
+            for s in cutlass.range(c.lane, parts, 32, unroll=1):
+                sW[s] = sW[s] / total
+        consumers(op)
+        v, group = c.tid % vectors, c.tid // vectors
+        rX = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+        rS = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+        rS.fill(0.0)
+        if group < groups and v < n:
+            for s in cutlass.range(group, parts, groups, unroll=4):
+                place = (s * d.mla_heads + head) * (d.kv_lora // 4) + first + v
+                cute.autovec_copy(cute.local_tile(ms.sums, (4,), (place,)), rX)
+                for e in cutlass.range_constexpr(4):
+                    rS[e] = rS[e] + rX[e] * sW[s]
+        if group < groups:
+            cute.autovec_copy(rS, cute.local_tile(sPart, (4,), (group * vectors + v,)))
+        consumers(op)
+        for i in cutlass.range(c.tid, 4 * n, op.threads, unroll=1):
+            total = Float32(0.0)
+            for k in cutlass.range(groups, unroll=8):
+                total += sPart[k * vectors * 4 + i]
+            ms.lat[head * d.kv_lora + 4 * first + i] = total.to(BFloat16)
+
+
+@cute.jit
+def values(c: Ctx, it: Int32, length: Int32, proj: cute.Tensor, ms: MlaSpace, op: cutlass.Constexpr):
+    """ms.out = bf(bf(lat W_UV[h]) * sg(gate)) of this CTA's rows of its head."""
+    d = op.d
+    g = op.rows(d.kv_lora)
+    head = c.cta // op.slices
+    if head < d.mla_heads:
+        first, n = share(d.v_dim, c.cta % op.slices, op.slices)
+        rX = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+        pointer = cute.make_ptr(
+            BFloat16, ms.lat.iterator.toint() + Int64(head * d.kv_lora * 2), cute.AddressSpace.gmem, assumed_align=16
+        )
+        load_x(c, cute.make_tensor(pointer, cute.make_layout((d.kv_lora,))), rX, g)
+        it = drain(c, it, n, Int32(0), rX, g, op)
+        consumers(op)
+        for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+            row = head * d.v_dim + first + i
+            gate = sigmoid(proj[d.q_lora + d.kv_dim + row].to(Float32))
+            y = round_bf16(gathered(c, i, g.width)) * gate
+            ms.out[row] = (y if length > 0 else Float32(0.0)).to(BFloat16)
+    return it
+
+
+@cute.jit
+def orphan(c: Ctx, l: Int32, cache: Cache, op: cutlass.Constexpr):
+    """The first CTA inserts the new row when its page is out of sight, so that nobody else does."""
+    d = op.d
+    if c.cta == 0 and cache.row >= 0:
+        seen = Float32(0.0)
+        for p in cutlass.range(c.tid, cache.pages, op.threads, unroll=1):
+            if cache.table[p] == cache.row // d.page:
+                seen = Float32(1.0)
+        put(c, 0, seen)
+        consumers(op)
+        if take(c, 0, op.warps) == 0.0:
+            sNew = view(c, BFloat16, 0, d.kv_dim)
+            gRow = at(BFloat16, field(c, l, F["kv"], COUNT) + Int64(cache.row) * (2 * d.kv_dim), d.kv_dim)
+            for i in cutlass.range(c.tid, d.kv_dim, op.threads, unroll=1):
+                gRow[i] = sNew[i]
+
+
+@cute.jit
+def mla(
+    c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, cache: Cache, ws: tuple, op: cutlass.Constexpr
+):
+    """Up to the gated values, ms.out, which are complete at the edge waited for here."""
+    proj, ms = ws
+    d = op.d
+    first, n = share(d.a_proj_rows, c.cta, op.ctas)
+    it = drain(c, it, n, Int32(0), rX, op.wide, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+        proj[first + i] = gathered(c, i, op.wide.width).to(BFloat16)
+    arrive(c, op)
+    edge += 1
+    wait(c, edge, op)
+    g = op.rows(d.q_lora)
+    rQ = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    normed(c, part_of(proj, 0, d.q_lora), field(c, l, F["q_a_norm"], COUNT), rQ, g, op)
+    first, n = share(d.mla_heads * (d.qk_nope + d.qk_rope), c.cta, op.ctas)
+    it = drain(c, it, n, Int32(0), rQ, g, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+        ms.q[first + i] = gathered(c, i, g.width).to(BFloat16)
+    arrive(c, op)
+    rUk = load_uk(c, l, op)
+    new_row(c, l, proj, op)
+    edge += 1
+    wait(c, edge, op)
+    absorb(c, rUk, ms, op)
+    arrive(c, op)
+    edge += 1
+    orphan(c, l, cache, op)
+    wait(c, edge, op)
+    it = attend(c, l, it, cache, ms, op)
+    arrive(c, op)
+    edge += 1
+    wait(c, edge, op)
+    join(c, ms, cache, op)
+    arrive(c, op)
+    edge += 1
+    wait(c, edge, op)
+    it = values(c, it, cache.length, proj, ms, op)
+    arrive(c, op)
+    edge += 1
+    wait(c, edge, op)
+    return it, edge
