@@ -65,7 +65,7 @@ def test_every_byte_moves_the_checksum(size: int) -> None:
         assert checksums({"t": t}, 7) != before
         t[at] ^= 1
     if size > 16:
-        t[0], t[8] = t[8].clone() + 1, t[0].clone() - 1
+        t[0], t[8] = t[0].clone() + 1, t[8].clone() - 1  # balanced: a plain sum would not see it
         assert checksums({"t": t}, 7) != before
 
 
