@@ -37,7 +37,7 @@ def page(shown: list[Dossier], against: tuple[str, ...], side: bool, pager: bool
     written = io.StringIO()
     Console(
         file=written, force_terminal=True, width=console.width, highlight=False,
-        color_system=console.color_system,
+        color_system="auto",
     ).print(body)  # fmt: skip
     click.echo_via_pager(written.getvalue(), color=console.color_system is not None)
 
