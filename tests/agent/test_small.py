@@ -1,4 +1,4 @@
-"""Small pure helpers whose edges matter: claims, slugs, ids, defaults, limits on steps and deadlines."""
+"""Small pure functions whose edges matter: claims, slugs, ids, defaults, limits on steps and deadlines."""
 
 from __future__ import annotations
 
