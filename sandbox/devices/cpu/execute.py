@@ -6,6 +6,7 @@ Memory for blocks is kept between launches of one kernel. Not thread-safe: a Pro
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ SMS = 132
 SMEM_PER_SM = 233472
 MAX_FINDINGS = 64
 MAX_AGENTS = 4096
+MAX_CLUSTERS = 1 << 24
+MAX_MEMORY = 6 << 30
 MAX_CELL_BYTES = 4 << 30
 
 
@@ -138,11 +141,15 @@ def _fill(
         shadow = 0 if r.shadow is None else int(r.shadow.ctypes.data)
         table[i] = (r.base, r.base + r.size, shadow, 0)
     cluster = launch.cluster or (1, 1, 1)
-    clusters = int(np.prod(launch.grid)) // int(np.prod(cluster))
+    clusters = math.prod(launch.grid) // math.prod(cluster)
+    if clusters > MAX_CLUSTERS:
+        raise Refused(
+            Status.UNSUPPORTED, Failure("cpu-grid", f"{clusters} blocks or clusters in one launch")
+        )
     order = np.arange(clusters, dtype=np.uint32)
     if policy.seed:
         order = np.random.default_rng(policy.seed).permutation(order)
-    keep = {
+    keep: dict[str, np.ndarray] = {
         "table": table, "order": order.copy(), "params": np.frombuffer(params.ljust(16, b"\0"), np.uint8).copy(),
         "sites": np.zeros(2 * max(1, len(kernel.sites)), np.int64),
         "counters": np.zeros(max(1, len(kernel.effects)), np.int64),
@@ -159,9 +166,9 @@ def _fill(
     record.put(L.C_GRID, *launch.grid)
     record.put(L.C_NTID, *launch.block)
     record.put(L.C_CLUSTER, *cluster)
-    record.put(L.C_CLUSTERSIZE, int(np.prod(cluster)))
+    record.put(L.C_CLUSTERSIZE, math.prod(cluster))
     record.put(L.C_NCLUSTERS, clusters)
-    record.put(L.C_THREADS, int(np.prod(launch.block)))
+    record.put(L.C_THREADS, math.prod(launch.block))
     record.put(L.C_SMEM, kernel.static_bytes + launch.smem)
     record.put(L.C_KERNEL, kernel.address)
     record.put(L.C_BUDGET, policy.budget)
@@ -184,7 +191,7 @@ def _race(
 ) -> dict[str, np.ndarray]:
     """Tables of the race check; zeroed pages that the system hands out as they are touched. Raises Refused."""
     warps = -(-record.get(L.C_THREADS) // 32)
-    agents = warps * int(np.prod(launch.grid))
+    agents = warps * math.prod(launch.grid)
     tracked = sum(r.size for r in ordered if r.written)
     if agents > MAX_AGENTS or tracked * L.CELL > MAX_CELL_BYTES:
         what = f"{agents} warps and {tracked} bytes of writable buffers"
@@ -219,10 +226,10 @@ def _slots(
     record: Record, kernel: Translated, launch: Launch, policy: Policy, memory: Memory
 ) -> None:
     """Blocks' records, shared memory, shadows, threads and copy queues."""
-    threads = int(np.prod(launch.block))
+    threads = math.prod(launch.block)
     cluster = record.get(L.C_CLUSTERSIZE)
     smem = kernel.static_bytes + launch.smem
-    slots = resident(threads, smem, int(np.prod(launch.grid)), cluster)
+    slots = resident(threads, smem, math.prod(launch.grid), cluster)
     room = -(-max(smem, 16) // 1024) * 1024
     stride = L.T_FRAME + kernel.frame_bytes + kernel.local_bytes
     stride += L.COPY_BYTES * L.COPY_CAPACITY if kernel.copies else 0
@@ -231,6 +238,11 @@ def _slots(
     )  # an odd number of lines, so that lanes do not share cache sets
     queue = L.BULK_BYTES * L.BULK_CAPACITY
     per_block = 2 * room + -(-(threads * stride + queue) // 1024) * 1024
+    fit = MAX_MEMORY // per_block // cluster * cluster
+    if fit < (slots if launch.cooperative else cluster):
+        what = f"{slots} blocks of {launch.kernel[:80]} need {slots * per_block >> 20} MiB at once"
+        raise Refused(Status.UNSUPPORTED, Failure("cpu-memory", what))
+    slots = min(slots, fit)
     base = memory.take("blocks", slots * per_block)
     heads = memory.take("heads", slots * L.B_BYTES)
     ctypes.memset(heads, 0, slots * L.B_BYTES)

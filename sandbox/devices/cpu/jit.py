@@ -89,6 +89,7 @@ def _machine(level: int) -> llvm.TargetMachine:
 
 def _compile(text: str, level: int) -> bytes:
     module = llvm.parse_assembly(text)
+    module.verify()
     machine = _machine(level)
     module.triple = machine.triple
     module.data_layout = str(machine.target_data)

@@ -57,6 +57,7 @@ class Kernel(Text):
         self._alloca = {name: f"%r{i}" for i, name in enumerate(entry.regs)}
         self._resumes: list[str] = []
         self._dirty = 0  # registers that may differ from the frame
+        self.current: Instr | None = None
         self._away = 0  # registers whose value is in the frame alone
         self.live_after = 0
         self.block: Block = self.graph.blocks[0]
@@ -298,6 +299,7 @@ class Kernel(Text):
         return out[::-1]
 
     def _instr(self, instr: Instr, handlers: Mapping[str, Handler]) -> None:
+        self.current = instr
         handler = handlers.get(instr.parts[0])
         if handler is None:
             raise Unsupported(instr)

@@ -158,7 +158,7 @@ def _half(k: Kernel, instr: Instr, op: str, kind: str, old: str, value: str) -> 
         real = (
             k.let(f"fadd float {parts[0]}, {parts[1]}")
             if op == "add"
-            else pick(k, "f32", op, *parts, nan=False)
+            else pick(k, "f32", op, parts[0], parts[1], nan=False)
         )
         piece = k.resize(narrow(k, kind, real), 16, bits)
         if i:

@@ -11,7 +11,7 @@ of a warp are ordered by the warp-wide instructions between their accesses. Miss
 from __future__ import annotations
 
 from sandbox.devices.cpu.layout import *
-from sandbox.devices.cpu.rt_memory import rt_found
+from sandbox.devices.cpu.rt_faults import rt_found
 from sandbox.devices.cpu.words import *
 
 

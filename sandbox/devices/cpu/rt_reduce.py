@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from sandbox.devices.cpu.rt_float import rt_half_bits, rt_half_value, rt_small_bits
+from sandbox.devices.cpu.rt_float import rt_half_bits, rt_half_value
 from sandbox.devices.cpu.words import *
 
 R_ADD, R_MIN, R_MAX, R_AND, R_OR, R_XOR, R_INC, R_DEC = range(8)
@@ -84,6 +84,3 @@ def rt_bulk_reduce(d: i64, s: i64, size: i64, variant: i64) -> i64:
             st16(p, rt_bf16_bits(rt_reduce_f32(ld16(p) << 16, ld16(q) << 16, op)))
             i = i + 2
     return 0
-
-
-__all__ = ["rt_small_bits"]

@@ -11,13 +11,20 @@ any waiting thread, the launch can never end. Written in the language of `subset
 from __future__ import annotations
 
 from sandbox.devices.cpu.layout import *
-from sandbox.devices.cpu.rt_memory import rt_fault
-from sandbox.devices.cpu.rt_race import rt_race_acquire, rt_race_release
-from sandbox.devices.cpu.rt_sync import rt_bar_arrive, rt_bulk_drain, rt_bulk_wait, rt_copy_flush
+from sandbox.devices.cpu.rt_faults import rt_fault
+from sandbox.devices.cpu.rt_race import (
+    rt_race_acquire,
+    rt_race_barrier,
+    rt_race_release,
+    rt_race_start,
+    rt_race_warp,
+)
+from sandbox.devices.cpu.rt_sync import rt_bar_arrive, rt_bulk_drain, rt_copy_flush
 from sandbox.devices.cpu.rt_warp import rt_together
 from sandbox.devices.cpu.words import *
 
 RUN_COST = 16
+TURN = 10000  # rounds after which a warp or block lets others run, even if it could go on
 
 
 def rt_start_block(ctx: i64, b: i64, cluster: i64, rank: i64) -> i64:
@@ -137,8 +144,8 @@ def rt_step(ctx: i64, b: i64, t: i64) -> i64:
         rt_bar_arrive(ctx, b, t, ld64(t + T_SITE), ld64(t + T_A), ld64(t + T_B))
     if state == YIELD:
         st64(ctx + C_BUDGET, ld64(ctx + C_BUDGET) - SLICE)
-        if ld64(ctx + C_BUDGET) < 0:
-            rt_fault(ctx, b, t, H_BUDGET, ld64(t + T_SITE), 0, 0)
+    if ld64(ctx + C_BUDGET) < 0:
+        rt_fault(ctx, b, t, H_BUDGET, ld64(t + T_SITE), 0, 0)
     return 0
 
 
@@ -193,7 +200,9 @@ def rt_warp(ctx: i64, b: i64, first: i64, lanes: i64) -> i64:
         flip = 0
     advanced = 0
     again = 1
-    while again:
+    rounds = 0
+    while again and rounds < TURN:
+        rounds = rounds + 1
         again = 0
         waiting = 0
         done = 0
@@ -236,14 +245,14 @@ def rt_release(ctx: i64, b: i64, number: i64) -> i64:
     t = ld64(b + B_THREADS)
     votes = 0
     members = 0
-    for i in range(n):
+    for _i in range(n):
         if ld64(t + T_STATE) == BAR and ld64(t + T_A) == number:
             members = members + 1
             votes = votes + (ld64(t + T_X) & 1)
         t = t + stride
     t = ld64(b + B_THREADS)
     bar = b + B_BARS + number * BAR_BYTES
-    for i in range(n):
+    for _i in range(n):
         if ld64(t + T_STATE) == BAR and ld64(t + T_A) == number:
             st64(t + T_STATE, READY)
             st64(t + T_X + 24, votes)
@@ -299,7 +308,9 @@ def rt_block(ctx: i64, b: i64) -> i64:
     start = order % warps
     advanced = 0
     again = 1
-    while again:
+    rounds = 0
+    while again and rounds < TURN:
+        rounds = rounds + 1
         again = 0
         for i in range(warps):
             k = i + start
@@ -321,8 +332,6 @@ def rt_block(ctx: i64, b: i64) -> i64:
         if again == 0 and ld64(b + B_NBULK):
             rt_bulk_drain(ctx, b)
             again = 1
-        if ld64(ctx + C_BUDGET) < 0:
-            return rt_fault(ctx, b, ld64(b + B_THREADS), H_BUDGET, -1, 0, 0)
         if again:
             advanced = 1
         if ld64(b + B_LIVE) == 0:
@@ -385,11 +394,11 @@ def rt_waiting_hash(ctx: i64) -> i64:
         b = ld64(ctx + C_SLOTS) + s * ld64(ctx + C_BSTRIDE)
         if ld64(b + B_STATE):
             t = ld64(b + B_THREADS)
-            for i in range(n):
+            for _i in range(n):
                 h = (h ^ ld64(t + T_STATE)) * 0x100000001B3 + ld64(t + T_PC)
                 if ld64(t + T_STATE) != DONE:
                     p = t + T_FRAME
-                    for k in range(words):
+                    for _k in range(words):
                         h = (h ^ ld64(p)) * 0x100000001B3
                         h = h ^ lshr(h, 29)
                         p = p + 8
@@ -406,7 +415,7 @@ def rt_force(ctx: i64) -> i64:
         b = ld64(ctx + C_SLOTS) + s * ld64(ctx + C_BSTRIDE)
         if ld64(b + B_STATE):
             t = ld64(b + B_THREADS)
-            for i in range(n):
+            for _i in range(n):
                 state = ld64(t + T_STATE)
                 if state == WATCH or state == MBAR:
                     polls = polls + 1
@@ -476,6 +485,3 @@ def rt_run(ctx: i64) -> i64:
         if ld64(ctx + C_STATUS):
             return ld64(ctx + C_STATUS)
     return 0
-
-
-__all__ = ["rt_bulk_wait"]

@@ -10,11 +10,10 @@ plain stores overwrote, is a fault.
 from __future__ import annotations
 
 from sandbox.devices.cpu.layout import *
-from sandbox.devices.cpu.rt_memory import (
-    rt_access,
-    rt_fault,
-    rt_peer,
-)
+from sandbox.devices.cpu.rt_faults import rt_fault
+from sandbox.devices.cpu.rt_memory import rt_access, rt_peer
+from sandbox.devices.cpu.rt_race import rt_race, rt_race_acquire, rt_race_release, rt_race_reset
+from sandbox.devices.cpu.rt_reduce import rt_bulk_reduce
 from sandbox.devices.cpu.words import *
 
 COUNT = (1 << 20) - 1

@@ -9,7 +9,8 @@ the functions here computes every lane's result. Written in the language of `sub
 from __future__ import annotations
 
 from sandbox.devices.cpu.layout import *
-from sandbox.devices.cpu.rt_memory import rt_access, rt_fault, rt_found
+from sandbox.devices.cpu.rt_faults import rt_fault, rt_found
+from sandbox.devices.cpu.rt_memory import rt_access
 from sandbox.devices.cpu.rt_mma import rt_mma
 from sandbox.devices.cpu.words import *
 

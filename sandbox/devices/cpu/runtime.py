@@ -9,6 +9,7 @@ from functools import cache
 from types import FunctionType, ModuleType
 
 from sandbox.devices.cpu import (
+    rt_faults,
     rt_float,
     rt_memory,
     rt_mma,
@@ -22,6 +23,7 @@ from sandbox.devices.cpu.subset import compile_functions, declarations
 from sandbox.devices.cpu.subset_ops import DECLARATIONS
 
 MODULES: tuple[ModuleType, ...] = (
+    rt_faults,
     rt_float,
     rt_memory,
     rt_race,

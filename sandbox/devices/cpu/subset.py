@@ -217,12 +217,12 @@ class _Function:
     def branch(self, test: ast.expr, yes: str, no: str) -> None:
         """Jump by a condition; `and`, `or` and `not` are lazy, so the right side may load what the left checked."""
         if isinstance(test, ast.BoolOp):
-            for value in test.values[:-1]:
+            for part in test.values[:-1]:
                 step = self.label("test")
                 if isinstance(test.op, ast.And):
-                    self.branch(value, step, no)
+                    self.branch(part, step, no)
                 else:
-                    self.branch(value, yes, step)
+                    self.branch(part, yes, step)
                 self.lines.append(f"{step}:")
                 self.dead = False
             self.branch(test.values[-1], yes, no)
@@ -252,14 +252,14 @@ class _Function:
         if isinstance(node, ast.UnaryOp):
             return self._unary(node)
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            left, right = self.scalar(node.left), self.scalar(node.comparators[0])
+            one, two = self.scalar(node.left), self.scalar(node.comparators[0])
             op = type(node.ops[0]).__name__
-            if left.type == right.type == "i64":
-                return self.temp("i1", f"icmp {COMPARE[op]} i64 {left.text}, {right.text}")
-            if left.type != right.type:
+            if one.type == two.type == "i64":
+                return self.temp("i1", f"icmp {COMPARE[op]} i64 {one.text}, {two.text}")
+            if one.type != two.type:
                 raise self.fail(node, "compares two types")
             return self.temp(
-                "i1", f"fcmp {FLOAT_COMPARE[op]} {LLVM[left.type]} {left.text}, {right.text}"
+                "i1", f"fcmp {FLOAT_COMPARE[op]} {LLVM[one.type]} {one.text}, {two.text}"
             )
         if isinstance(node, ast.IfExp):
             return self._select(node)
@@ -280,14 +280,17 @@ class _Function:
 
     def _unary(self, node: ast.UnaryOp) -> Value:
         if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-            return _constant(-node.operand.value)  # type: ignore[operator]
-        value = self.scalar(node.operand)
+            value = node.operand.value
+            if isinstance(value, int | float):
+                return _constant(-value)
+            raise self.fail(node, "negative of no number")
+        inner = self.scalar(node.operand)
         if isinstance(node.op, ast.USub):
-            if value.type == "i64":
-                return self.temp("i64", f"sub i64 0, {value.text}")
-            return self.temp(value.type, f"fneg {LLVM[value.type]} {value.text}")
-        if isinstance(node.op, ast.Invert) and value.type == "i64":
-            return self.temp("i64", f"xor i64 {value.text}, -1")
+            if inner.type == "i64":
+                return self.temp("i64", f"sub i64 0, {inner.text}")
+            return self.temp(inner.type, f"fneg {LLVM[inner.type]} {inner.text}")
+        if isinstance(node.op, ast.Invert) and inner.type == "i64":
+            return self.temp("i64", f"xor i64 {inner.text}, -1")
         raise self.fail(node, "unary operator")
 
     def _binary(self, node: ast.BinOp, left: Value, right: Value) -> Value:

@@ -131,20 +131,34 @@ def translate(entry: Entry, module: Module, data: ModuleData, exact: bool) -> Tr
     try:
         placed = place(entry, module, data)
         kernel = Kernel(entry, placed, Options(exact, jit.has_feature("f16c")))
-        text = kernel.lower(HANDLERS)
-    except Unsupported as error:
-        raise refusal(error.instr, str(error)) from error
     except PtxError as error:
-        raise Refused(
-            Status.UNSUPPORTED, Failure("cpu-unsupported", str(error), {"ptx_line": error.line})
-        ) from error
+        failure = Failure("cpu-unsupported", str(error), {"ptx_line": error.line})
+        raise Refused(Status.UNSUPPORTED, failure) from error
+    text = _lower(kernel)
     runtime()
-    code = jit.Code([jit.compile_ir(text, 1)])
+    try:
+        code = jit.Code([jit.compile_ir(text, 1)])
+    except RuntimeError as error:
+        # LLVM refuses text that a malformed instruction led to; its verifier comes before any pass
+        why = f"kernel {entry.name[:80]} does not translate: {str(error).strip()[:200]}"
+        raise Refused(Status.UNSUPPORTED, Failure("cpu-unsupported", why)) from error
     return Translated(
         entry, code, code.address("kernel"), tuple(kernel.sites), tuple(kernel.effects),
         tuple(tuple(b.instrs) for b in kernel.graph.blocks), kernel.frame_size, placed.local_bytes, placed.static_bytes,
         any(i.parts[:2] == ("cp", "async") and "bulk" not in i.parts for b in kernel.graph.blocks for i in b.instrs),
     )  # fmt: skip
+
+
+def _lower(kernel: Kernel) -> str:
+    """The kernel's IR. What a handler trips over is an instruction of a form that it does not expect."""
+    try:
+        return kernel.lower(HANDLERS)
+    except Unsupported as error:
+        raise refusal(error.instr, str(error)) from error
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+        if kernel.current is None:
+            raise
+        raise refusal(kernel.current, f"{kernel.current.opcode}: form") from error
 
 
 def refusal(instr: Instr, what: str) -> Refused:
