@@ -33,8 +33,13 @@ class CpuBound:
     """A plan with addresses. `launch` runs it to its end."""
 
     def __init__(
-        self, program: CpuProgram, plan: LaunchPlan, regions: Mapping[str, Region]
+        self,
+        program: CpuProgram,
+        plan: LaunchPlan,
+        regions: Mapping[str, Region],
+        tensors: Mapping[str, torch.Tensor],
     ) -> None:
+        self._tensors = tensors  # their memory must outlive every launch
         self.launches = len(plan.launches)
         self._program, self._plan, self._regions = program, plan, regions
         self._counts: list[tuple[Launch, Translated, Counts]] = []
@@ -139,7 +144,7 @@ class CpuProgram:
         for name in buffers:
             if name not in regions:
                 regions[name] = self._region(name, buffers, undefined)
-        return CpuBound(self, chosen, regions)
+        return CpuBound(self, chosen, regions, dict(buffers))
 
     def _region(
         self, name: str, buffers: Mapping[str, torch.Tensor], undefined: frozenset[str]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from sandbox.devices.base import Faulted, Refused
+from sandbox.devices.cpu.device import CpuDevice
 from sandbox.verdict import Status
-from tests.sandbox.devices.cpu.harness import Shape, kernel, run
+from tests.sandbox.devices.cpu.harness import Shape, artifact, kernel, run
 
 INDEX = """
 mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.x; mad.lo.s32 %r3, %r1, %r2, %r99;
@@ -110,3 +113,14 @@ def test_unknown_instruction_is_refused_by_name_and_line() -> None:
         "wgmma.fence.sync.aligned" in e.value.failure.message
         and "PTX line" in e.value.failure.message
     )
+
+
+def test_a_bound_plan_keeps_its_memory_alive() -> None:
+    """Callers may drop the tensors; a launch afterwards must not touch freed memory."""
+    a = artifact(kernel("ret;", "p"), [torch.zeros(4)], Shape())
+    tensors = {"workspace.b0": torch.zeros(4)}
+    kept = weakref.ref(tensors["workspace.b0"])
+    bound = CpuDevice().load(a).bind("step", tensors)
+    del tensors
+    bound.launch()
+    assert kept() is not None
