@@ -20,7 +20,8 @@ from agent.commands.common import code_of, complain
 COMMANDS = {
     "optimize": "optimize", "resume": "optimize", "evaluate": "evaluate", "compile": "evaluate",
     "judge": "judge", "record": "judge", "targets": "listing", "runs": "listing", "show": "show",
-    "review": "review", "report": "report", "export": "export", "doctor": "doctor",
+    "review": "review", "report": "report", "serve": "serve", "export": "export",
+    "doctor": "doctor",
 }  # fmt: skip
 
 

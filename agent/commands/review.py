@@ -15,17 +15,13 @@ import click
 from agent.commands import common
 from agent.commands.review_screen import page
 from agent.review import text
-from agent.review.decide import Done, Refused, decide, whoami
+from agent.review.decide import EFFECTS, Done, Refused, decide, whoami
 from agent.review.dossier import Dossier, dossier, promoted, queue
 from agent.review.proof import WORD, headline
 from agent.store import Queries, Store
 from agent.views import clean
 from agent.workspace import Place
 
-EFFECTS = {
-    "answered": "the run's review is answered", "reopened": "the run is open again",
-    "busy": "the run is at work: its next round reads the note", "recorded": "recorded",
-}  # fmt: skip
 KEYS = {"a": "approve", "r": "reject", "s": "send_back"}
 ASK = "[a]pprove  [r]eject  [s]end back  [d]iff again  [y] side by side  [n]ext  [q]uit"
 

@@ -50,6 +50,8 @@ def convergence(view: RunView, x: str) -> str:
         ax.set_xlabel(X_LABELS[x])
         ax.set_ylabel(f"time of a step, us ({' and '.join(view.kinds) or 'unknown'})")
         ax.set_ylim(bottom=0)
+        if x == "seq":
+            ax.xaxis.get_major_locator().set_params(integer=True)
         ax.legend(loc="best")
 
     return draw(f"convergence-{x}", f"time of a step against {X_LABELS[x]}", paint, (WIDTH, 3.2))
@@ -124,7 +126,7 @@ def speedups(rows: Iterable[tuple[str, Speedup]]) -> str:
             ax.errorbar([s.ratio.value], [i], xerr=spread, fmt="o", ms=5, capsize=3, color=BLUE)
         ax.axvline(1, color=INK, lw=1, ls="--")
         names(ax, [f"{label}: {clean(s.against)}"[:44] for label, s in found])
-        ax.set_xlabel("paired speed-up, ratio of times with 95 % interval (over 1 is faster)")
+        ax.set_xlabel("ratio of times, 95 % interval (over 1: faster)")
 
     return draw("speedups", "paired speed-ups", paint, (WIDTH, 1.1 + 0.32 * len(found)))
 

@@ -29,7 +29,7 @@ def kernel_bars(times: tuple[KernelTime, ...], name: str) -> str:
         ):  # fmt: skip
             ax.barh([r + offset for r in rows], values, 0.36, color=colour, label=words)
         names(ax, [short(k.kernel) for k in shown])
-        ax.set_xlabel("time in a step, us (differences of recorded prefixes, cold L2)")
+        ax.set_xlabel("time in a step, us")
         legend_above(figure)
 
     return draw(f"kernels-{name}", "time by kernel", paint, (WIDTH, 1.3 + 0.45 * len(shown)))

@@ -68,13 +68,15 @@ class RunPage:
     dossiers: tuple[DossierPage, ...]
 
 
-def run_page(view: RunView) -> RunPage:
-    """Raises Unavailable without a plotting library."""
+def run_page(view: RunView, whole: bool = True) -> RunPage:
+    """`whole`: with a page for every promoted candidate. Raises Unavailable without a plotting
+    library.
+    """
     return RunPage(
         title=f"{view.run['target']}: run {view.run['id']}", summary=summary(view),
         facts=tuple(facts(view)), plots=plots(view), head=HEAD,
         rows=tuple(candidate_row(p) for p in view.points), lessons=view.lessons,
-        dossiers=tuple(dossier_page(d) for d in view.dossiers),
+        dossiers=tuple(dossier_page(d) for d in view.dossiers) if whole else (),
     )  # fmt: skip
 
 

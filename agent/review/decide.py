@@ -24,6 +24,10 @@ from agent.workspace import Place
 
 KINDS = ("approve", "reject", "send_back")
 LONGEST_NOTE = 8000
+EFFECTS = {
+    "answered": "the run's review is answered", "reopened": "the run is open again",
+    "busy": "the run is at work: its next round reads the note", "recorded": "recorded",
+}  # fmt: skip
 
 
 class Refused(Exception):

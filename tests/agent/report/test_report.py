@@ -71,7 +71,7 @@ def test_axes_have_units_and_every_plot_is_there(view: Any) -> None:
     page = html(view)
     for words in (
         "time of a step, us (measured)", "candidate, number", "paid to models, $", "minutes since the start",
-        "share of the byte floor reached, %", "ratio of times with 95 % interval",
+        "share of the byte floor reached, %", "ratio of times, 95 % interval",
         "time since the start of the step, us", "time in a step, us", ">round<",
     ):  # fmt: skip
         assert words in page, words
