@@ -13,6 +13,7 @@ _PARTS = ("plan", "fields", "device", "mix", "kda", "moe", "mla", "decode")
 _SHARED = {
     "common": None,
     "router": {"order_key"},
+    "latent_moe": {"pair_up"},
     "mla": {"mma_16x32"},
 }
 """Modules of the plain seeds that are used here, and of which only some definitions."""

@@ -88,7 +88,16 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
 
 
 @cute.jit
-def kda(c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, io: Io, ws: Space, op: cutlass.Constexpr):
+def kda(
+    c: Ctx,
+    l: Int32,
+    it: Int32,
+    edge: Int32,
+    rX: cute.Tensor,
+    io: Io,
+    ws: Space,
+    op: cutlass.Constexpr,
+):
     """ws.attn = a of a KDA layer, complete at the next edge."""
     d = op.d
     p = place(c, io.slots, op)
@@ -106,7 +115,7 @@ def kda(c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, io: Io, ws: S
     edge += 1
     wait(c, edge, op)
     g = op.rows(d.kda_dim)
-    rO = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    rO = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     gated(c, l, p.slot, ws.proj, ws.o, rO, op)
     it = out_projection(c, l, it, rO, ws, g, op)
     return it, edge
@@ -114,7 +123,13 @@ def kda(c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, io: Io, ws: S
 
 @cute.jit
 def out_projection(
-    c: Ctx, l: Int32, it: Int32, rO: cute.Tensor, ws: Space, g: cutlass.Constexpr, op: cutlass.Constexpr
+    c: Ctx,
+    l: Int32,
+    it: Int32,
+    rO: cute.Tensor,
+    ws: Space,
+    g: cutlass.Constexpr,
+    op: cutlass.Constexpr,
 ):
     """ws.attn = bf(bf(x W_o^T) + the others' partials) of this CTA's rows."""
     d = op.d
@@ -124,7 +139,10 @@ def out_projection(
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
         y = gathered(c, i, g.width)
         if cutlass.const_expr(d.ranks > 1):
-            y = round_bf16(y) + at(Float32, field(c, l, F["remote_attn"], COUNT), d.hidden)[first + i]
+            y = (
+                round_bf16(y)
+                + at(Float32, field(c, l, F["remote_attn"], COUNT), d.hidden)[first + i]
+            )
         ws.attn[first + i] = y.to(BFloat16)
     return it
 
@@ -164,7 +182,9 @@ def store_wide(c: Ctx, r: cute.Tensor, address: Int64, op: cutlass.Constexpr):
     for v in cutlass.range_constexpr(op.wide.per):
         i = vector(c, v, op.wide)
         if i < op.wide.vecs and c.cta == 0 and c.warp < op.wide.width:
-            pointer = cute.make_ptr(Uint32, address + Int64(i) * 16, cute.AddressSpace.gmem, assumed_align=16)
+            pointer = cute.make_ptr(
+                Uint32, address + Int64(i) * 16, cute.AddressSpace.gmem, assumed_align=16
+            )
             cute.autovec_copy(r[None, v], cute.make_tensor(pointer, cute.make_layout((4,))))
 
 
@@ -175,7 +195,7 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
     new = Int64(0) if cutlass.const_expr(io.bank is None) else io.bank.iterator.toint()
     banks = Banks(old, new)
     rP = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    rX = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     rP.fill(0)
     for v in cutlass.range_constexpr(g.per):
         if vector(c, v, g) < g.vecs:
@@ -206,7 +226,7 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
                 cache = cache_of(io.lengths, io.table, io.mapping, op)
                 it, edge = mla(c, l, it, edge, rX, cache, (ws.proj, ws.mla), op)
                 go = op.rows(d.mla_dim)
-                rO = cute.make_rmem_tensor(cute.make_layout((8, go.per)), Float32)
+                rO = cute.make_rmem_tensor(cute.make_layout((4, go.per)), Uint32)
                 load_x(c, ws.mla.out, rO, go)
                 it = out_projection(c, l, it, rO, ws, go, op)
         arrive(c, op)
@@ -243,17 +263,21 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
     add_delta(c, Int32(d.layers), rP, io, ws, op)
     store_wide(c, rP, io.prefix.iterator.toint(), op)
     late(c, rP, last, Int32(d.bank_rows), True, rX, op)
-    for v in cutlass.range_constexpr(g.per):
-        for e in cutlass.range_constexpr(4):
-            rP[e, v] = pack_bf16(rX[2 * e, v], rX[2 * e + 1, v])
-    store_wide(c, rP, io.out.iterator.toint(), op)
+    store_wide(c, rX, io.out.iterator.toint(), op)
     if c.tid == 0 and c.cta == 0:
         state = cute.make_tensor(c.sync, cute.make_layout((64,)))
         state[32] = c.base + edge * op.ctas
 
 
 @cute.kernel
-def decode_kernel(layers: tuple, io: Io, ws: Space, mSync: cute.Tensor, names: cutlass.Constexpr, op: cutlass.Constexpr):
+def decode_kernel(
+    layers: tuple,
+    io: Io,
+    ws: Space,
+    mSync: cute.Tensor,
+    names: cutlass.Constexpr,
+    op: cutlass.Constexpr,
+):
     """Grid (ctas), cooperative; op.warps consumer warps and one producer warp."""
     tid, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -296,7 +320,9 @@ def shape(dims, cfg):
     if dims.rows != 1:
         raise ValueError("the persistent kernel is for one row")
     fits = max(1, min(cfg.sms, dims.hidden // 32))
-    return Op(dims, cfg.ctas or fits, cfg.consumer_warps, cfg.stage_bytes, cfg.ring_stages, cfg.spin_limit)
+    return Op(
+        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.stage_bytes, cfg.ring_stages, cfg.spin_limit
+    )
 
 
 def workspace(dims, cfg):

@@ -196,10 +196,55 @@ def vector(c: Ctx, v: cutlass.Constexpr, g: cutlass.Constexpr):
 
 
 @cute.jit
-def dot(c: Ctx, first: Int32, rX: cute.Tensor, g: cutlass.Constexpr):
-    """This thread's share of x times the row that starts at vector `first` of the ring."""
-    rW = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    a, b = Float32(0.0), Float32(0.0)
+def mma_rows(rC: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, rX: cute.Tensor):
+    """rC += two rows times x: each lane's four words of row a and of row b with the same lane's words of x.
+
+    A lane's words are columns of its own row of the MMA (g for a, g + 8 for b), its x the same columns of column g of
+    the other operand; so only the diagonal of the product means anything, and it sums over the four lanes of g.
+    """
+    out = cute.arch.inline_ptx(
+        """{
+        .reg .f32 c0, c1, c2, c3;
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {c0, c1, c2, c3},
+            {{$r0}, {$r4}, {$r1}, {$r5}}, {{$r8}, {$r9}}, {{$r12}, {$r13}, {$r14}, {$r15}};
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}},
+            {{$r2}, {$r6}, {$r3}, {$r7}}, {{$r10}, {$r11}}, {c0, c1, c2, c3};
+        }""",
+        write_only_types=[Float32] * 4,
+        read_only_args=[
+            *(rA[i] for i in range(4)), *(rB[i] for i in range(4)), *(rX[i] for i in range(4)),
+            *(rC[i] for i in range(4)),
+        ],
+    )  # fmt: skip
+    for i in cutlass.range_constexpr(4):
+        rC[i] = out[i]
+
+
+@cute.jit
+def diagonal(c: Ctx, rC: cute.Tensor):
+    """(row a, row b): this lane's element of the diagonal, zero in lanes that have none."""
+    g, q = c.lane // 4, c.lane % 4
+    odd = g % 2 == 1
+    a = rC[1] if odd else rC[0]
+    b = rC[3] if odd else rC[2]
+    mine = q == g // 2
+    a = a if mine else Float32(0.0)
+    b = b if mine else Float32(0.0)
+    return a, b
+
+
+@cute.jit
+def diagonal_sum(a: Float32, b: Float32):
+    """Sum of the diagonal: row a in lane 0, row b in lane 1 (of a's eight lanes b borrows the neighbours)."""
+    x = a + cute.arch.shuffle_sync_bfly(b, offset=1)
+    for offset in cutlass.range_constexpr(3):
+        x = x + cute.arch.shuffle_sync_bfly(x, offset=(4, 9, 18)[offset])
+    return x
+
+
+@cute.jit
+def load_row(c: Ctx, first: Int32, rW: cute.Tensor, g: cutlass.Constexpr):
+    """rW[4, per]: this thread's words of the row that starts at 16 bytes times `first` in the ring."""
     for v in cutlass.range_constexpr(g.per):
         i = vector(c, v, g)
         if cutlass.const_expr(g.exact):
@@ -208,11 +253,6 @@ def dot(c: Ctx, first: Int32, rX: cute.Tensor, g: cutlass.Constexpr):
             rW[None, v].fill(0)
             if i < g.vecs:
                 cute.autovec_copy(cute.local_tile(c.ring, (4,), (first + i,)), rW[None, v])
-    for v in cutlass.range_constexpr(g.per):
-        for e in cutlass.range_constexpr(4):
-            a += low(rW[e, v]) * rX[2 * e, v]
-            b += high(rW[e, v]) * rX[2 * e + 1, v]
-    return a + b
 
 
 @cute.jit
@@ -225,19 +265,30 @@ def drain(
     g: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """part[base + row, warp of the row] for `rows` rows (pairs: 2 row is gate, 2 row + 1 up)."""
+    """part[base + row, warp of the row] for `rows` rows (pairs: 2 row is gate, 2 row + 1 up); rX words [4, per]."""
     halves = 2 if g.pair else 1
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rB = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     for first in cutlass.range(0, rows, g.chunk, unroll=1):
         slot = stage_full(c, it, op)
         n = rows - first if rows - first < g.chunk else Int32(g.chunk)
         if c.warp < g.width * g.passes:
-            for i in cutlass.range(c.warp // g.width, halves * n, g.passes, unroll=2):
-                row = i
+            for i in cutlass.range(2 * (c.warp // g.width), halves * n, 2 * g.passes, unroll=1):
+                a, b = i, i + 1
                 if cutlass.const_expr(g.pair):
-                    row = (i % 2) * g.chunk + i // 2
-                sum = lanes_sum(dot(c, slot * (op.stage // 16) + row * g.vecs, rX, g), 32)
-                if c.lane == 0:
-                    c.part[(base + halves * first + i) * STRIDE + c.warp % g.width] = sum
+                    a, b = i // 2, g.chunk + i // 2
+                else:
+                    b = i + 1 if i + 1 < n else i
+                load_row(c, slot * (op.stage // 16) + a * g.vecs, rA, g)
+                load_row(c, slot * (op.stage // 16) + b * g.vecs, rB, g)
+                rC.fill(0.0)
+                for v in cutlass.range_constexpr(g.per):
+                    mma_rows(rC, rA[None, v], rB[None, v], rX[None, v])
+                x, y = diagonal(c, rC)
+                sum = diagonal_sum(x, y)
+                if c.lane < 2 and i + c.lane < halves * n:
+                    c.part[(base + halves * first + i + c.lane) * STRIDE + c.warp % g.width] = sum
         stage_done(c, slot)
         it += 1
     return it

@@ -50,9 +50,9 @@ def layer_tensors(t, n, dims):
         remote = t.inputs.remote.layers[n]
         found |= {f"remote_{r}": getattr(remote, r) for r in REMOTE if hasattr(remote, r)}
         if dims.ffn[n] == "E":
-            # only the first layer of the model has no experts, so these are the last ones of the list
             sends = t.outputs.send.layers
-            found["send"] = sends[n - dims.layers].shared
+            # where a layer without experts leaves a gap, the numbers are names, not indices
+            found["send"] = (sends[n] if isinstance(sends, list) else getattr(sends, str(n))).shared
     return found
 
 

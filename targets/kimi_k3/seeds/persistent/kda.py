@@ -210,7 +210,7 @@ def gated(
     rX: cute.Tensor,
     op: cutlass.Constexpr,
 ):
-    """rX f32 [8, 1] = bf(RMS(o; o_norm) * sg(g)) of this thread's eight columns; a head is sixteen lanes."""
+    """rX words [4, 1] = bf(RMS(o; o_norm) * sg(g)) of this thread's eight columns; a head is sixteen lanes."""
     d, g = op.d, op.rows(op.d.kda_dim)
     i = vector(c, 0, g)
     rO = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
@@ -228,6 +228,8 @@ def gated(
     for e in cutlass.range_constexpr(8):
         square += rO[e] * rO[e]
     scale = cute.math.rsqrt(lanes_sum(square, 16) / HEAD + d.eps)
-    for e in cutlass.range_constexpr(8):
-        y = round_bf16(rO[e] * scale * rNf[e] * sigmoid(rG[e].to(Float32)))
-        rX[e, 0] = y if slot > 0 else Float32(0.0)
+    for e in cutlass.range_constexpr(4):
+        a = rO[2 * e] * scale * rNf[2 * e] * sigmoid(rG[2 * e].to(Float32))
+        b = rO[2 * e + 1] * scale * rNf[2 * e + 1] * sigmoid(rG[2 * e + 1].to(Float32))
+        y = pack_bf16(a, b)
+        rX[e, 0] = y if slot > 0 else Uint32(0)

@@ -96,8 +96,9 @@ def late(
     c: Ctx, rP: cute.Tensor, e: Early, sources: Int32, closing: cutlass.Constexpr, rX: cute.Tensor,
     op: cutlass.Constexpr,
 ):  # fmt: skip
-    """rX f32 [8, per] = bf(RMS(m; out)), m the mix of the bank and the prefix rP."""
+    """rX words [4, per] = bf(RMS(m; out)), m the mix of the bank and the prefix rP."""
     g, d = op.wide, op.d
+    rM = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
     last = d.bank_rows
     statistics(c, last, rP, e.weight, op)
     consumers(op)
@@ -125,14 +126,13 @@ def late(
             if cutlass.const_expr(closing):
                 pair = pack_bf16(a, b)
                 a, b = low(pair), high(pair)
-            rX[2 * w, v], rX[2 * w + 1, v] = a, b
+            rM[2 * w, v], rM[2 * w + 1, v] = a, b
             square += a * a + b * b
     put(c, 2 * last + 2, square)
     consumers(op)
     scale = cute.math.rsqrt(take(c, 2 * last + 2, g.width) / d.hidden + d.eps)
     for v in cutlass.range_constexpr(g.per):
         for w in cutlass.range_constexpr(4):
-            a = rX[2 * w, v] * scale * low(e.out[w, v])
-            b = rX[2 * w + 1, v] * scale * high(e.out[w, v])
-            pair = pack_bf16(a, b)
-            rX[2 * w, v], rX[2 * w + 1, v] = low(pair), high(pair)
+            a = rM[2 * w, v] * scale * low(e.out[w, v])
+            b = rM[2 * w + 1, v] * scale * high(e.out[w, v])
+            rX[w, v] = pack_bf16(a, b)

@@ -33,7 +33,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.moe import load_x
+from targets.kimi_k3.seeds.persistent.moe import load_x, normalise
 from targets.kimi_k3.seeds.persistent.plan import most, share
 
 
@@ -88,7 +88,9 @@ def fill_cache(c: Ctx, l: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr)
 def fill_mla(c: Ctx, l: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr):
     d = op.d
     first, n = share(d.a_proj_rows, c.cta, op.ctas)
-    it = fill(c, it, field(c, l, F["a_proj"], COUNT) + Int64(first) * op.wide.row_bytes, n, op.wide, op)
+    it = fill(
+        c, it, field(c, l, F["a_proj"], COUNT) + Int64(first) * op.wide.row_bytes, n, op.wide, op
+    )
     g = op.rows(d.q_lora)
     first, n = share(d.mla_heads * (d.qk_nope + d.qk_rope), c.cta, op.ctas)
     it = fill(c, it, field(c, l, F["q_b"], COUNT) + Int64(first) * g.row_bytes, n, g, op)
@@ -108,26 +110,17 @@ def fill_mla(c: Ctx, l: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr):
 
 
 @cute.jit
-def normed(c: Ctx, mX: cute.Tensor, norm: Int64, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr):
-    """rX f32 [8, per] = bf(RMS(x; norm)) of this thread's columns."""
+def normed(
+    c: Ctx,
+    mX: cute.Tensor,
+    norm: Int64,
+    rX: cute.Tensor,
+    g: cutlass.Constexpr,
+    op: cutlass.Constexpr,
+):
+    """rX words [4, per] = bf(RMS(x; norm)) of this thread's columns."""
     load_x(c, mX, rX, g)
-    square = Float32(0.0)
-    for v in cutlass.range_constexpr(g.per):
-        for e in cutlass.range_constexpr(8):
-            square += rX[e, v] * rX[e, v]
-    put(c, 0, square)
-    consumers(op)
-    scale = cute.math.rsqrt(take(c, 0, g.width) / g.k + op.d.eps)
-    rN = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    rNf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-    rN.fill(0)
-    for v in cutlass.range_constexpr(g.per):
-        i = vector(c, v, g)
-        if i < g.vecs:
-            words_at(norm, i, rN)
-        unpack(rN, rNf)
-        for e in cutlass.range_constexpr(8):
-            rX[e, v] = round_bf16(rX[e, v] * scale * rNf[e])
+    normalise(c, rX, norm, g, op)
     consumers(op)
 
 
@@ -146,16 +139,14 @@ def new_row(c: Ctx, l: Int32, proj: cute.Tensor, op: cutlass.Constexpr):
     d = op.d
     g = op.rows(d.kv_lora)
     sNew = view(c, BFloat16, 0, d.kv_dim)
-    rX = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
-    rW = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
+    rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    sWord = cute.recast_tensor(sNew, Uint32)
     normed(c, part_of(proj, d.q_lora, d.kv_lora), field(c, l, F["kv_a_norm"], COUNT), rX, g, op)
     if c.warp < g.width:
         for v in cutlass.range_constexpr(g.per):
             i = vector(c, v, g)
             if i < g.vecs:
-                for e in cutlass.range_constexpr(8):
-                    rW[e] = rX[e, v].to(BFloat16)
-                cute.autovec_copy(rW, cute.local_tile(sNew, (8,), (i,)))
+                cute.autovec_copy(rX[None, v], cute.local_tile(sWord, (4,), (i,)))
     for i in cutlass.range(c.tid, d.qk_rope, op.threads, unroll=1):
         sNew[d.kv_lora + i] = proj[d.q_lora + d.kv_lora + i]
 
@@ -223,7 +214,11 @@ def mma_k16(rC: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
         """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}},
             {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};""",
         write_only_types=[Float32] * 4,
-        read_only_args=[*(rA[i] for i in range(4)), *(rB[i] for i in range(2)), *(rC[i] for i in range(4))],
+        read_only_args=[
+            *(rA[i] for i in range(4)),
+            *(rB[i] for i in range(2)),
+            *(rC[i] for i in range(4)),
+        ],
     )
     for i in cutlass.range_constexpr(4):
         rC[i] = out[i]
@@ -237,7 +232,9 @@ def token_at(c: Ctx, it: Int32, token: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
-def patch(c: Ctx, l: Int32, it: Int32, page: Int32, left: Int32, cache: Cache, op: cutlass.Constexpr):
+def patch(
+    c: Ctx, l: Int32, it: Int32, page: Int32, left: Int32, cache: Cache, op: cutlass.Constexpr
+):
     """The new row in its place, in the ring and in the cache; rows beyond the context become zero."""
     d = op.d
     sNew = view(c, Uint32, 0, d.kv_dim // 2)
@@ -250,7 +247,9 @@ def patch(c: Ctx, l: Int32, it: Int32, page: Int32, left: Int32, cache: Cache, o
         for i in cutlass.range(c.tid, vecs, op.threads, unroll=1):
             cute.autovec_copy(cute.local_tile(sNew, (4,), (i,)), rW)
             cute.autovec_copy(rW, cute.local_tile(c.ring, (4,), (place + i,)))
-            pointer = cute.make_ptr(Uint32, gRow + Int64(i) * 16, cute.AddressSpace.gmem, assumed_align=16)
+            pointer = cute.make_ptr(
+                Uint32, gRow + Int64(i) * 16, cute.AddressSpace.gmem, assumed_align=16
+            )
             cute.autovec_copy(rW, cute.make_tensor(pointer, cute.make_layout((4,))))
         consumers(op)
     if left < d.page:
@@ -278,9 +277,13 @@ def scores(c: Ctx, it: Int32, sQ: cute.Tensor, op: cutlass.Constexpr):
         for k in cutlass.range(d.kv_dim // 32, unroll=2):
             cute.autovec_copy(cute.local_tile(c.ring, (4,), (row + k * 4 + q,)), rB)
             if g < d.mla_heads:
-                cute.autovec_copy(cute.local_tile(sQ, (4,), (g * (words // 4) + k * 4 + q,)), rA[None, 0])
+                cute.autovec_copy(
+                    cute.local_tile(sQ, (4,), (g * (words // 4) + k * 4 + q,)), rA[None, 0]
+                )
             if g + 8 < d.mla_heads:
-                cute.autovec_copy(cute.local_tile(sQ, (4,), ((g + 8) * (words // 4) + k * 4 + q,)), rA[None, 1])
+                cute.autovec_copy(
+                    cute.local_tile(sQ, (4,), ((g + 8) * (words // 4) + k * 4 + q,)), rA[None, 1]
+                )
             mma_16x32(rC, rA, rB)
         scale = (d.qk_nope + d.qk_rope) ** -0.5
         for i in cutlass.range_constexpr(4):
@@ -319,7 +322,9 @@ def soften(c: Ctx, left: Int32, sP: cute.Tensor, sState: cute.Tensor, op: cutlas
 
 
 @cute.jit
-def weigh(c: Ctx, it: Int32, sP: cute.Tensor, sState: cute.Tensor, rC: cute.Tensor, op: cutlass.Constexpr):
+def weigh(
+    c: Ctx, it: Int32, sP: cute.Tensor, sState: cute.Tensor, rC: cute.Tensor, op: cutlass.Constexpr
+):
     """rC[4, n] = factor rC + P C: a warp makes 8 `each` columns, lane g the columns g * each .. of them."""
     d = op.d
     each, half = op.value_each, op.value_each // 2
@@ -361,7 +366,11 @@ def attend(c: Ctx, l: Int32, it: Int32, cache: Cache, ms: MlaSpace, op: cutlass.
         words_at(ms.query.iterator.toint(), i, rW)
         cute.autovec_copy(rW, cute.local_tile(sQ, (4,), (i // vecs * (words // 4) + i % vecs,)))
     if c.tid < 16:
-        sState[c.tid], sState[16 + c.tid], sState[32 + c.tid] = -Float32.inf, Float32(0.0), Float32(0.0)
+        sState[c.tid], sState[16 + c.tid], sState[32 + c.tid] = (
+            -Float32.inf,
+            Float32(0.0),
+            Float32(0.0),
+        )
     consumers(op)
     rC = cute.make_rmem_tensor(cute.make_layout((4, each)), Float32)
     rC.fill(0.0)
@@ -443,16 +452,21 @@ def join(c: Ctx, ms: MlaSpace, cache: Cache, op: cutlass.Constexpr):
 
 
 @cute.jit
-def values(c: Ctx, it: Int32, length: Int32, proj: cute.Tensor, ms: MlaSpace, op: cutlass.Constexpr):
+def values(
+    c: Ctx, it: Int32, length: Int32, proj: cute.Tensor, ms: MlaSpace, op: cutlass.Constexpr
+):
     """ms.out = bf(bf(lat W_UV[h]) * sg(gate)) of this CTA's rows of its head."""
     d = op.d
     g = op.rows(d.kv_lora)
     head = c.cta // op.slices
     if head < d.mla_heads:
         first, n = share(d.v_dim, c.cta % op.slices, op.slices)
-        rX = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+        rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
         pointer = cute.make_ptr(
-            BFloat16, ms.lat.iterator.toint() + Int64(head * d.kv_lora * 2), cute.AddressSpace.gmem, assumed_align=16
+            BFloat16,
+            ms.lat.iterator.toint() + Int64(head * d.kv_lora * 2),
+            cute.AddressSpace.gmem,
+            assumed_align=16,
         )
         load_x(c, cute.make_tensor(pointer, cute.make_layout((d.kv_lora,))), rX, g)
         it = drain(c, it, n, Int32(0), rX, g, op)
@@ -478,14 +492,23 @@ def orphan(c: Ctx, l: Int32, cache: Cache, op: cutlass.Constexpr):
         consumers(op)
         if take(c, 0, op.warps) == 0.0:
             sNew = view(c, BFloat16, 0, d.kv_dim)
-            gRow = at(BFloat16, field(c, l, F["kv"], COUNT) + Int64(cache.row) * (2 * d.kv_dim), d.kv_dim)
+            gRow = at(
+                BFloat16, field(c, l, F["kv"], COUNT) + Int64(cache.row) * (2 * d.kv_dim), d.kv_dim
+            )
             for i in cutlass.range(c.tid, d.kv_dim, op.threads, unroll=1):
                 gRow[i] = sNew[i]
 
 
 @cute.jit
 def mla(
-    c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, cache: Cache, ws: tuple, op: cutlass.Constexpr
+    c: Ctx,
+    l: Int32,
+    it: Int32,
+    edge: Int32,
+    rX: cute.Tensor,
+    cache: Cache,
+    ws: tuple,
+    op: cutlass.Constexpr,
 ):
     """Up to the gated values, ms.out, which are complete at the edge waited for here."""
     proj, ms = ws
@@ -499,7 +522,7 @@ def mla(
     edge += 1
     wait(c, edge, op)
     g = op.rows(d.q_lora)
-    rQ = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    rQ = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     normed(c, part_of(proj, 0, d.q_lora), field(c, l, F["q_a_norm"], COUNT), rQ, g, op)
     first, n = share(d.mla_heads * (d.qk_nope + d.qk_rope), c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rQ, g, op)

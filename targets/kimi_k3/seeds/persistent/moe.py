@@ -6,24 +6,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
 
-from targets.kimi_k3.seeds.common import high, lanes_sum, low, round_bf16, sigmoid, situ
+from targets.kimi_k3.seeds.common import high, lanes_sum, low, pack_bf16, round_bf16, sigmoid, situ
+from targets.kimi_k3.seeds.latent_moe import pair_up
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
     arrive,
     at,
     bulk,
     consumers,
+    diagonal,
+    diagonal_sum,
     drain,
     field,
     fill,
     fill_pairs,
     gathered,
+    mma_rows,
     put,
     stage_done,
     stage_free,
     stage_full,
     take,
-    unpack,
     vector,
     view,
     wait,
@@ -33,9 +36,8 @@ from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
 from targets.kimi_k3.seeds.router import order_key
 
-X_SCALE = 2.0**100
-"""Codes are used as value x 2^-126; the latent carries this factor, and sums are multiplied by the rest."""
-REST = 2.0**26
+CODE_SCALE = 2.0**62
+"""Expanded codes are 2^-62 of their value."""
 
 
 class Space(NamedTuple):
@@ -112,7 +114,9 @@ def fill_down(c: Ctx, l: Int32, it: Int32, op: cutlass.Constexpr):
     for start in cutlass.range(0, d.topk, op.down_slots, unroll=1):
         s = stage_free(c, it, op)
         many = d.topk - start if d.topk - start < op.down_slots else Int32(op.down_slots)
-        cute.arch.mbarrier_arrive_and_expect_tx(c.full + s, many * n * (g.code_bytes + g.scale_bytes))
+        cute.arch.mbarrier_arrive_and_expect_tx(
+            c.full + s, many * n * (g.code_bytes + g.scale_bytes)
+        )
         for k in cutlass.range(many, unroll=1):
             source = Int64(c.ids[start + k]) * d.latent + first
             codes = field(c, l, F["w2"], COUNT) + source * g.code_bytes
@@ -162,7 +166,9 @@ def situ_pair(c: Ctx, row: Int32, width: cutlass.Constexpr):
 
 
 @cute.jit
-def dense(c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr):
+def dense(
+    c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr
+):
     """The FFN of a layer without experts; ws.delta is complete at the next edge."""
     d = op.d
     g = op.rows(d.hidden, pair=True)
@@ -175,7 +181,7 @@ def dense(c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, ws: Space, 
     edge += 1
     wait(c, edge, op)
     g = op.rows(d.dense_dim)
-    rH = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    rH = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     load_x(c, ws.hs, rH, g)
     first, n = share(d.hidden, c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rH, g, op)
@@ -183,22 +189,44 @@ def dense(c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, ws: Space, 
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
         y = gathered(c, i, g.width)
         if cutlass.const_expr(d.ranks > 1):
-            y = round_bf16(y) + at(Float32, field(c, l, F["remote_dense"], COUNT), d.hidden)[first + i]
+            y = (
+                round_bf16(y)
+                + at(Float32, field(c, l, F["remote_dense"], COUNT), d.hidden)[first + i]
+            )
         ws.delta[first + i] = y.to(BFloat16)
     return it, edge
 
 
 @cute.jit
 def load_x(c: Ctx, mX: cute.Tensor, rX: cute.Tensor, g: cutlass.Constexpr):
-    """rX f32 [8, per]: this thread's columns of a bf16 vector."""
-    rW = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
+    """rX words [4, per]: this thread's columns of a bf16 vector."""
     for v in cutlass.range_constexpr(g.per):
-        rW.fill(0.0)
+        rX[None, v].fill(0)
         i = vector(c, v, g)
         if i < g.vecs:
-            cute.autovec_copy(cute.local_tile(mX, (8,), (i,)), rW)
-        for e in cutlass.range_constexpr(8):
-            rX[e, v] = rW[e].to(Float32)
+            words_at(mX.iterator.toint(), i, rX[None, v])
+
+
+@cute.jit
+def normalise(c: Ctx, rX: cute.Tensor, norm: Int64, g: cutlass.Constexpr, op: cutlass.Constexpr):
+    """rX words [4, per] <- bf(RMS(x; norm)); a barrier inside."""
+    rN = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rN.fill(0)
+    square = Float32(0.0)
+    for v in cutlass.range_constexpr(g.per):
+        i = vector(c, v, g)
+        if i < g.vecs:
+            words_at(norm, i, rN[None, v])
+        for e in cutlass.range_constexpr(4):
+            a, b = low(rX[e, v]), high(rX[e, v])
+            square += a * a + b * b
+    put(c, 0, square)
+    consumers(op)
+    scale = cute.math.rsqrt(take(c, 0, g.width) / g.k + op.d.eps)
+    for v in cutlass.range_constexpr(g.per):
+        for e in cutlass.range_constexpr(4):
+            a = low(rX[e, v]) * scale * low(rN[e, v])
+            rX[e, v] = pack_bf16(a, high(rX[e, v]) * scale * high(rN[e, v]))
 
 
 @cute.jit
@@ -303,7 +331,7 @@ def shared_down(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
     """c.own = bf(shared partial + the others') of the columns whose up-projection this CTA makes; the rest is sent."""
     d = op.d
     g = op.rows(d.shared_dim)
-    rX = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     load_x(c, ws.hs, rX, g)
     first, n = share(d.hidden_local, c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rX, g, op)
@@ -327,28 +355,38 @@ def shared_down(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
 
 
 @cute.jit
-def codes_dot(word: Uint32, rX: cute.Tensor):
-    """Eight codes times x, both 2^-26 of the value together (x carries X_SCALE)."""
-    pairs = cute.arch.inline_ptx(
+def expand_codes(word: Uint32):
+    """Eight codes -> four bf16 pairs, codes (j, j + 4) in pair j: value x 2^-62, exact.
+
+    The three low bits of E2M1 land on bf16's lowest exponent bits and highest mantissa bit, value x 2^-126; the product
+    with 2^64 makes normal numbers of them.
+    """
+    return cute.arch.inline_ptx(
         """{
-        .reg .b32 m, s;
+        .reg .b32 m, s, k;
+        mov.b32 k, 0x5F805F80;
         shl.b32 m, {$r0}, 6;  and.b32 m, m, 0x01C001C0;  shl.b32 s, {$r0}, 12;
-        lop3.b32 {$w0}, s, 0x80008000, m, 0xEA;
+        lop3.b32 m, s, 0x80008000, m, 0xEA;              mul.rn.bf16x2 {$w0}, m, k;
         shl.b32 m, {$r0}, 2;  and.b32 m, m, 0x01C001C0;  shl.b32 s, {$r0}, 8;
-        lop3.b32 {$w1}, s, 0x80008000, m, 0xEA;
+        lop3.b32 m, s, 0x80008000, m, 0xEA;              mul.rn.bf16x2 {$w1}, m, k;
         shr.b32 m, {$r0}, 2;  and.b32 m, m, 0x01C001C0;  shl.b32 s, {$r0}, 4;
-        lop3.b32 {$w2}, s, 0x80008000, m, 0xEA;
+        lop3.b32 m, s, 0x80008000, m, 0xEA;              mul.rn.bf16x2 {$w2}, m, k;
         shr.b32 m, {$r0}, 6;  and.b32 m, m, 0x01C001C0;
-        lop3.b32 {$w3}, {$r0}, 0x80008000, m, 0xEA;
+        lop3.b32 m, {$r0}, 0x80008000, m, 0xEA;          mul.rn.bf16x2 {$w3}, m, k;
         }""",
         write_only_types=[Uint32] * 4,
         read_only_args=[word],
     )
-    a, b = Float32(0.0), Float32(0.0)
-    for j in cutlass.range_constexpr(4):
-        a += low(pairs[j]) * rX[j]
-        b += high(pairs[j]) * rX[j + 4]
-    return a + b
+
+
+@cute.jit
+def codes_times(c: Ctx, words: tuple, scales: tuple, rX: cute.Tensor):
+    """This lane's part of (row a, row b) times x, scaled: eight codes a lane, so that four lanes have one group."""
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rC.fill(0.0)
+    mma_rows(rC, expand_codes(words[0]), expand_codes(words[1]), rX)
+    a, b = diagonal(c, rC)
+    return a * group_scale(scales[0]), b * group_scale(scales[1])
 
 
 @cute.jit
@@ -362,7 +400,7 @@ def experts_up(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
     """ws.h [slot, row] = bf(SiTU(w1 l, w3 l)) of this CTA's pairs of rows."""
     d, g = op.d, op.up
     x = op.rows(d.latent)
-    rX = cute.make_rmem_tensor(cute.make_layout((8, x.per)), Float32)
+    rX = cute.make_rmem_tensor(cute.make_layout((4, x.per)), Uint32)
     load_latent(c, l, ws, rX, x, op)
     first, n = share(d.topk * d.expert_dim, c.cta, op.ctas, g.unit)
     at_row, end = first, first + n
@@ -373,57 +411,67 @@ def experts_up(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
         many = many if many < d.expert_dim - row else d.expert_dim - row
         slot = stage_full(c, it, op)
         if c.warp < x.width * x.passes:
-            for i in cutlass.range(c.warp // x.width, 2 * many, x.passes, unroll=2):
-                r, half = i // 2, i % 2
-                place = slot * op.stage + (half * g.chunk + r) * g.code_bytes
-                scale = slot * op.stage + 2 * g.chunk * g.code_bytes + (half * g.chunk + r) * g.scale_bytes
-                sum = Float32(0.0)
+            for r in cutlass.range(c.warp // x.width, many, x.passes, unroll=1):
+                place = slot * op.stage + r * g.code_bytes
+                scale = slot * op.stage + 2 * g.chunk * g.code_bytes + r * g.scale_bytes
+                a, b = Float32(0.0), Float32(0.0)
                 for v in cutlass.range_constexpr(x.per):
                     j = vector(c, v, x)
-                    if j < x.vecs:
-                        word = c.ring[place // 4 + j]
-                        sum += codes_dot(word, rX[None, v]) * group_scale(bytes_[scale + j // 4])
-                sum = lanes_sum(sum, 32)
-                if c.lane == 0:
-                    c.part[(2 * (at_row - first) + i) * STRIDE + c.warp % x.width] = sum
+                    j = j if j < x.vecs else 0
+                    words = (
+                        c.ring[place // 4 + j],
+                        c.ring[(place + g.chunk * g.code_bytes) // 4 + j],
+                    )
+                    scales = (
+                        bytes_[scale + j // 4],
+                        bytes_[scale + g.chunk * g.scale_bytes + j // 4],
+                    )
+                    more_a, more_b = codes_times(c, words, scales, rX[None, v])
+                    a += more_a
+                    b += more_b
+                sum = diagonal_sum(a, b)
+                if c.lane < 2:
+                    c.part[(2 * (at_row - first + r) + c.lane) * STRIDE + c.warp % x.width] = sum
         stage_done(c, slot)
         it += 1
         at_row += many
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        gate, up = gathered(c, 2 * i, x.width) * REST, gathered(c, 2 * i + 1, x.width) * REST
+        gate, up = (
+            gathered(c, 2 * i, x.width) * CODE_SCALE,
+            gathered(c, 2 * i + 1, x.width) * CODE_SCALE,
+        )
         ws.h[first + i] = situ(gate, up).to(BFloat16)
     return it
 
 
 @cute.jit
-def load_latent(c: Ctx, l: Int32, ws: Space, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr):
-    """This thread's columns of the gathered latent, times X_SCALE."""
+def load_latent(
+    c: Ctx, l: Int32, ws: Space, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """This thread's columns of the gathered latent, pairs in the order of `expand`; zero beyond the last."""
     d = op.d
-    rW = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
     for v in cutlass.range_constexpr(g.per):
-        rW.fill(0.0)
+        rX[None, v].fill(0)
         i = vector(c, v, g)
-        if cutlass.const_expr(d.latent_rows == d.latent):
-            if i < g.vecs:
-                cute.autovec_copy(cute.local_tile(ws.latent, (8,), (i,)), rW)
-        else:
-            own = d.latent_rows // 8
-            gRemote = at(BFloat16, field(c, l, F["remote_latent"], COUNT), d.latent - d.latent_rows)
-            if i < own:
-                cute.autovec_copy(cute.local_tile(ws.latent, (8,), (i,)), rW)
-            elif i < g.vecs:
-                cute.autovec_copy(cute.local_tile(gRemote, (8,), (i - own,)), rW)
-        for e in cutlass.range_constexpr(8):
-            rX[e, v] = rW[e].to(Float32) * X_SCALE
+        own = d.latent_rows // 8
+        if i < own:
+            words_at(ws.latent.iterator.toint(), i, rX[None, v])
+        elif i < g.vecs:
+            if cutlass.const_expr(d.latent_rows < d.latent):
+                words_at(field(c, l, F["remote_latent"], COUNT), i - own, rX[None, v])
+        pair_up(rX[None, v])
 
 
 @cute.jit
 def experts_down(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
-    """ws.z = bf(bf(sum over slots of w_e bf(w2_e h)) + the others') of this CTA's rows; sixteen lanes have a row."""
+    """ws.z = bf(bf(sum over slots of w_e bf(w2_e h)) + the others') of this CTA's rows.
+
+    A warp has four rows of one expert at a time.
+    """
     d, g = op.d, op.down
     words = d.expert_dim // 8
-    per = -(-words // 16)
+    per = -(-words // 32)
     first, n = share(d.latent, c.cta, op.ctas, g.unit)
     hidden = d.topk * d.expert_dim
     sH = view(c, Uint32, 0, hidden // 2)
@@ -436,40 +484,47 @@ def experts_down(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
     consumers(op)
     bytes_ = cute.recast_tensor(c.ring, Uint8)
     piece = op.down_rows * (g.code_bytes + g.scale_bytes)
-    groups = op.down_rows // g.unit
-    rX = cute.make_rmem_tensor(cute.make_layout((8, per)), Float32)
-    rP = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    rX.fill(0.0)
-    lane = c.lane % 16
+    groups = -(-op.down_rows // 4)
+    rX = cute.make_rmem_tensor(cute.make_layout((4, per)), Uint32)
     for start in cutlass.range(0, d.topk, op.down_slots, unroll=1):
         slot = stage_full(c, it, op)
         many = d.topk - start if d.topk - start < op.down_slots else Int32(op.down_slots)
         for unit in cutlass.range(c.warp, many * groups, op.warps, unroll=1):
-            k, r0 = unit // groups, unit % groups * g.unit
+            k, r0 = unit // groups, unit % groups * 4
             if r0 < n:
                 for v in cutlass.range_constexpr(per):
-                    j = lane + 16 * v
+                    j = c.lane + 32 * v
+                    rX[None, v].fill(0)
                     if j < words:
                         cute.autovec_copy(
-                            cute.local_tile(sH, (4,), ((start + k) * words + j,)), rP
+                            cute.local_tile(sH, (4,), ((start + k) * words + j,)), rX[None, v]
                         )
-                        for e in cutlass.range_constexpr(4):
-                            rX[2 * e, v] = low(rP[e]) * X_SCALE
-                            rX[2 * e + 1, v] = high(rP[e]) * X_SCALE
-                for r in cutlass.range_constexpr(0, max(g.unit, 2), 2):
-                    row = r0 + r + c.lane // 16
-                    row = row if row < n else n - 1
-                    place = slot * op.stage + k * piece + row * g.code_bytes
-                    scale = slot * op.stage + k * piece + op.down_rows * g.code_bytes + row * g.scale_bytes
-                    sum = Float32(0.0)
+                        pair_up(rX[None, v])
+                for r in cutlass.range_constexpr(0, 4, 2):
+                    first_r = r0 + r if r0 + r < n else n - 1
+                    next_r = r0 + r + 1 if r0 + r + 1 < n else n - 1
+                    at_code = (slot * op.stage + k * piece) // 4
+                    at_scale = slot * op.stage + k * piece + op.down_rows * g.code_bytes
+                    a, b = Float32(0.0), Float32(0.0)
                     for v in cutlass.range_constexpr(per):
-                        j = lane + 16 * v
-                        if j < words:
-                            word = c.ring[place // 4 + j]
-                            sum += codes_dot(word, rX[None, v]) * group_scale(bytes_[scale + j // 4])
-                    sum = lanes_sum(sum, 16)
-                    if lane == 0:
-                        sF[(start + k) * op.down_rows + row] = round_bf16(sum * REST)
+                        j = c.lane + 32 * v
+                        j = j if j < words else 0
+                        codes = (
+                            c.ring[at_code + first_r * words + j],
+                            c.ring[at_code + next_r * words + j],
+                        )
+                        scales = (
+                            bytes_[at_scale + first_r * g.scale_bytes + j // 4],
+                            bytes_[at_scale + next_r * g.scale_bytes + j // 4],
+                        )
+                        more_a, more_b = codes_times(c, codes, scales, rX[None, v])
+                        a += more_a
+                        b += more_b
+                    sum = diagonal_sum(a, b)
+                    if c.lane < 2 and r0 + r + c.lane < n:
+                        sF[(start + k) * op.down_rows + r0 + r + c.lane] = round_bf16(
+                            sum * CODE_SCALE
+                        )
         stage_done(c, slot)
         it += 1
     consumers(op)
@@ -478,7 +533,10 @@ def experts_down(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
         for k in cutlass.range(d.topk, unroll_full=True):
             total += c.weights[k] * sF[k * op.down_rows + i]
         if cutlass.const_expr(d.ranks > 1):
-            total = round_bf16(total) + at(Float32, field(c, l, F["remote_moe"], COUNT), d.latent)[first + i]
+            total = (
+                round_bf16(total)
+                + at(Float32, field(c, l, F["remote_moe"], COUNT), d.latent)[first + i]
+            )
         ws.z[first + i] = total.to(BFloat16)
     return it
 
@@ -488,26 +546,9 @@ def up_projection(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr)
     """ws.delta = bf(bf(bf(RMS(z; latent_norm)) W_up^T) + shared) of this CTA's columns."""
     d = op.d
     g = op.rows(d.latent)
-    rX = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     load_x(c, ws.z, rX, g)
-    square = Float32(0.0)
-    for v in cutlass.range_constexpr(g.per):
-        for e in cutlass.range_constexpr(8):
-            square += rX[e, v] * rX[e, v]
-    put(c, 0, square)
-    consumers(op)
-    scale = cute.math.rsqrt(take(c, 0, g.width) / d.latent + d.eps)
-    norm = field(c, l, F["latent_norm"], COUNT)
-    rN = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    rNf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-    rN.fill(0)
-    for v in cutlass.range_constexpr(g.per):
-        i = vector(c, v, g)
-        if i < g.vecs:
-            words_at(norm, i, rN)
-        unpack(rN, rNf)
-        for e in cutlass.range_constexpr(8):
-            rX[e, v] = round_bf16(rX[e, v] * scale * rNf[e])
+    normalise(c, rX, field(c, l, F["latent_norm"], COUNT), g, op)
     first, n = share(d.hidden_local, c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rX, g, op)
     consumers(op)
@@ -519,7 +560,14 @@ def up_projection(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr)
 
 @cute.jit
 def moe(
-    c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, ws: Space, mIds: cute.Tensor, op: cutlass.Constexpr
+    c: Ctx,
+    l: Int32,
+    it: Int32,
+    edge: Int32,
+    rX: cute.Tensor,
+    ws: Space,
+    mIds: cute.Tensor,
+    op: cutlass.Constexpr,
 ):
     """The FFN of a layer with experts; ws.delta is complete at the next edge."""
     it = front(c, l, it, rX, ws, op)

@@ -53,7 +53,8 @@ class Rows:
         most = self.stage // (self.row_bytes * (2 if self.pair else 1))
         if most < 1:
             raise ValueError(f"stages of {self.stage} bytes do not hold a row of {self.row_bytes}")
-        return most - most % self.passes if most > self.passes else most
+        even = 1 if self.pair else 2
+        return most - most % (even * self.passes) if most > even * self.passes else most
 
 
 @dataclass(frozen=True)
