@@ -60,7 +60,7 @@ def address(k: Kernel, op: Operand, instr: Instr, space: int) -> str:
 
 
 def locate(k: Kernel, instr: Instr, addr: str, access: Access) -> str:
-    """Pointer to the accessed bytes. After a fault it leads to spare bytes, and the thread stops when it next suspends."""
+    """Pointer to the accessed bytes; after a fault to spare ones, until the thread suspends and is stopped."""
     if access.space == L.PARAM:
         return _param(k, instr, addr, access)
     if access.space == L.LOCAL:

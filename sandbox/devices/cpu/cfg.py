@@ -24,7 +24,8 @@ from sandbox.devices.cpu.ptx_ast import (
 )  # fmt: skip
 
 NO_RESULT = {
-    "st", "red", "bar", "barrier", "membar", "fence", "cp", "bra", "brx", "ret", "exit", "trap", "prefetch", "prefetchu",
+    "st", "red", "bar", "barrier", "membar", "fence", "cp", "bra", "brx", "ret", "exit", "trap", "prefetch",
+    "prefetchu",
     "nanosleep", "griddepcontrol", "stmatrix", "setmaxnreg", "call", "discard", "applypriority", "pmevent", "brkpt",
     "wgmma", "multimem",
 }  # fmt: skip

@@ -1,6 +1,8 @@
-"""One launch on the CPU: the records of `layout` filled in, the scheduler called, and its status made a value or Faulted.
+"""One launch on the CPU: the records of `layout` filled in, the scheduler called, and its status made a value
+or Faulted.
 
-Memory for blocks is kept between launches of one kernel. Not thread-safe: a Program holds a lock around launches.
+Memory for blocks is kept between launches of one kernel. Not thread-safe: a Program holds a lock around
+launches.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Policy:
-    """How launches run. `lazy`: copies complete as late as allowed. `budget`: slices of work before a hang is assumed."""
+    """How launches run. `lazy`: copies complete as late as allowed. `budget`: work before a hang is assumed."""
 
     seed: int = 0
     exact: bool = False

@@ -1,8 +1,8 @@
 """From LLVM IR text to callable machine code, with a cache of object files.
 
-An object is found by the hash of its IR, the LLVM version and this CPU's features. The cache is a folder of the user's; a
-file counts only if the hash in its first line fits, and is written under a temporary name first. Not a defence against
-someone who can write to that folder.
+An object is found by the hash of its IR, the LLVM version and this CPU's features. The cache is a folder of
+the user's; a file counts only if the hash in its first line fits, and is written under a temporary name
+first. Not a defence against someone who can write to that folder.
 """
 
 from __future__ import annotations

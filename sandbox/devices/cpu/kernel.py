@@ -17,7 +17,8 @@ from sandbox.devices.cpu.ptx_ast import Entry, Imm, Instr, Mem, Not, Operand, Re
 
 BITS = {
     "pred": 1, "b8": 8, "s8": 8, "u8": 8, "b16": 16, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "b32": 32, "s32": 32,
-    "u32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "tf32": 32, "b64": 64, "s64": 64, "u64": 64, "f64": 64, "b128": 128,
+    "u32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "tf32": 32, "b64": 64, "s64": 64, "u64": 64, "f64": 64,
+    "b128": 128,
     "s16x2": 32, "u16x2": 32, "f32x2": 64,
 }  # fmt: skip
 FLOATS = {"f32": "float", "f64": "double"}
@@ -200,7 +201,7 @@ class Kernel(Text):
         return self.frame_bytes - size
 
     def suspend(self, instr: Instr, state: int, live: int, *, certain: bool) -> None:
-        """Save `live`, leave the kernel in `state`, and go on here when resumed. `certain`: every path here suspends."""
+        """Save `live`, leave in `state`, and go on here when resumed. `certain`: every path here suspends."""
         self._leave(self.site(instr), state, live)
         certain = certain and instr.guard is None
         self.place(self._resume(0 if certain else live & ~self._away))

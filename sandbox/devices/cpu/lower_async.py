@@ -21,8 +21,8 @@ SHARED_SPACES = ("shared::cluster", "shared::cta", "shared")
 
 
 @lowers("cp", "cp.async.{ca,cg}.shared.global (with size and ignore-src), commit_group, wait_group, wait_all, "
-              "mbarrier.arrive; cp.async.bulk: global to shared (mbarrier, multicast), shared to cluster, shared to global "
-              "(bulk_group), prefetch, commit_group, wait_group; cp.reduce.async.bulk to global")  # fmt: skip
+              "mbarrier.arrive; cp.async.bulk: global to shared (mbarrier, multicast), shared to cluster, shared to "
+              "global (bulk_group), prefetch, commit_group, wait_group; cp.reduce.async.bulk to global")  # fmt: skip
 def cp(k: Kernel, instr: Instr) -> None:
     m = Mods(instr)
     reduces = m.take("reduce")
@@ -166,7 +166,8 @@ def _size(k: Kernel, instr: Instr, op: Operand) -> str:
 
 
 def _reduction(instr: Instr, m: Mods) -> int:
-    kinds = {"u32": R.Y_U32, "b32": R.Y_U32, "s32": R.Y_S32, "u64": R.Y_U64, "b64": R.Y_U64, "s64": R.Y_S64, "f16": R.Y_F16,
+    kinds = {"u32": R.Y_U32, "b32": R.Y_U32, "s32": R.Y_S32, "u64": R.Y_U64, "b64": R.Y_U64, "s64": R.Y_S64, 
+             "f16": R.Y_F16,
              "bf16": R.Y_BF16, "f32": R.Y_F32, "f64": R.Y_F64}  # fmt: skip
     ops = {"add": R.R_ADD, "min": R.R_MIN, "max": R.R_MAX, "and": R.R_AND, "or": R.R_OR, "xor": R.R_XOR, "inc": R.R_INC,
            "dec": R.R_DEC}  # fmt: skip
@@ -247,7 +248,8 @@ def _operate(k: Kernel, instr: Instr, what: str, both: bool) -> None:
     dest = ops.pop(0) if _returns(instr) else None
     addr = address(k, ops[0], instr, L.SHARED)
     count = k.resize(k.word(ops[1], 32, instr), 32, 64) if len(ops) > 1 else "1"
-    code = {"init": S.M_INIT, "inval": S.M_INVAL, "arrive": S.M_ARRIVE, "arrive_drop": S.M_DROP, "expect_tx": S.M_EXPECT,
+    code = {"init": S.M_INIT, "inval": S.M_INVAL, "arrive": S.M_ARRIVE, "arrive_drop": S.M_DROP, 
+            "expect_tx": S.M_EXPECT,
             "complete_tx": S.M_COMPLETE}[what]  # fmt: skip
     if both:
         code = S.M_ARRIVE_EXPECT if what == "arrive" else S.M_DROP_EXPECT

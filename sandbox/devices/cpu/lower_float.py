@@ -1,8 +1,8 @@
 """Lowering of floating-point arithmetic: f32, f64, f16, bf16 and pairs of halves.
 
-Exact operations are rounded once, as PTX says. Approximate ones (ex2, lg2, sin, cos, tanh, rcp, rsqrt, sqrt, div) are
-computed in f64 and rounded, so they lie within the hardware's documented error. ptxas may fuse an unrounded mul and add;
-that is not imitated.
+Exact operations are rounded once, as PTX says. Approximate ones (ex2, lg2, sin, cos, tanh, rcp, rsqrt, sqrt,
+div) are computed in f64 and rounded, so they lie within the hardware's documented error. ptxas may fuse an
+unrounded mul and add; that is not imitated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from sandbox.devices.cpu.registry import lowers
 HALVES = {"f16", "bf16", "f16x2", "bf16x2"}
 MODES = {"": 0, "rn": 0, "rz": 1, "rm": 2, "rp": 3}
 COMPARISONS = {
-    "eq": "oeq", "ne": "one", "lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "equ": "ueq", "neu": "une", "ltu": "ult",
+    "eq": "oeq", "ne": "one", "lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "equ": "ueq", "neu": "une",
+    "ltu": "ult",
     "leu": "ule", "gtu": "ugt", "geu": "uge", "num": "ord", "nan": "uno",
 }  # fmt: skip
 INT_COMPARISONS = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "lo": "lt", "ls": "le",

@@ -1,7 +1,7 @@
 """Lowering of control flow and of everything threads of a block wait at: branches, exits, barriers, fences.
 
-A branch back in the text takes from the thread's slice; a thread whose slice is used up yields, so that no loop can keep
-others from running.
+A branch back in the text takes from the thread's slice; a thread whose slice is used up yields, so that no
+loop can keep others from running.
 """
 
 from __future__ import annotations

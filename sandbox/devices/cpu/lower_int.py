@@ -1,6 +1,7 @@
 """Lowering of integer and bit instructions, moves, comparisons of integers and predicates.
 
-Where PTX leaves a result open (division by zero) the machine's all-ones is used, so that nothing here is undefined in LLVM.
+Where PTX leaves a result open (division by zero) the machine's all-ones is used, so that nothing here is
+undefined in LLVM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Lowering of loads, stores, polls and address conversions.
 
-A load with an ordering (acquire, relaxed, volatile, .cv, .cg) in a loop is a poll: when it sees the address and the value
-that it saw last time, the thread waits until the word changes or nothing else can run. Cache hints change nothing here.
+A load with an ordering (acquire, relaxed, volatile, .cv, .cg) in a loop is a poll: when it sees the address
+and the value that it saw last time, the thread waits until the word changes or nothing else can run. Cache
+hints change nothing here.
 """
 
 from __future__ import annotations

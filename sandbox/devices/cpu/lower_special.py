@@ -16,8 +16,10 @@ FIELDS = {
     "%laneid": ("%t", L.T_LANE), "%cluster_ctarank": ("%b", L.B_RANK), "%cluster_nctarank": ("%c", L.C_CLUSTERSIZE),
     "%total_smem_size": ("%c", L.C_SMEM), "%smid": ("%b", L.B_SMID),
 }  # fmt: skip
-NAMES = sorted([*RECORDS, *FIELDS, "%warpid", "%nwarpid", "%lanemask_lt", "%lanemask_le", "%lanemask_eq", "%lanemask_ge",
-                "%lanemask_gt", "%cluster_ctaid", "%nclusterid", "%clusterid", "%is_explicit_cluster", "%clock", "%clock64",
+NAMES = sorted([*RECORDS, *FIELDS, "%warpid", "%nwarpid", "%lanemask_lt", "%lanemask_le", "%lanemask_eq",
+                "%lanemask_ge",
+                "%lanemask_gt", "%cluster_ctaid", "%nclusterid", "%clusterid", "%is_explicit_cluster", "%clock",
+                "%clock64",
                 "%globaltimer", "%globaltimer_lo", "%globaltimer_hi", "%gridid", "%nsmid", "%dynamic_smem_size",
                 "%aggr_smem_size", "WARP_SZ"])  # fmt: skip
 

@@ -1,9 +1,10 @@
 """Modelled time of launches: what an H200 would roughly need for the work that was counted. Never a measurement.
 
-A launch costs its start, plus the largest of four demands (bytes from memory, bytes from L2, issue slots, tensor cores) and of the
-time one warp needs for its own instructions, plus what cannot overlap: barriers of a block and edges between blocks. Bytes from memory
-are each buffer's touched bytes, once; all traffic counts for L2. Deterministic: equal counts, equal time. It knows no bank
-conflicts, no sector waste, no skew between SMs; docs/cpu-coverage.md says how far it is from the hardware.
+A launch costs its start, plus the largest of four demands (bytes from memory, bytes from L2, issue slots,
+tensor cores) and of the time one warp needs for its own instructions, plus what cannot overlap: barriers of a
+block and edges between blocks. Bytes from memory are each buffer's touched bytes, once; all traffic counts
+for L2. Deterministic: equal counts, equal time. It knows no bank conflicts, no sector waste, no skew between
+SMs; docs/cpu-coverage.md says how far it is from the hardware.
 """
 
 from __future__ import annotations

@@ -147,8 +147,9 @@ def waiting(record: Record, kernel: Translated, launch: Launch, regions: Sequenc
         site, state, detail = key
         text, _ = place(site_of(kernel, site))
         block, thread = first[key]
+        verb = "s wait" if count > 1 else " waits"
         parts.append(
-            f"{count} thread{'s wait' if count > 1 else ' waits'} {detail or STATES.get(state, '')} at {text or 'the start'}"
+            f"{count} thread{verb} {detail or STATES.get(state, '')} at {text or 'the start'}"
             f" (first: block {coordinates(block, launch.grid)}, thread {coordinates(thread, launch.block)})"
         )
     left = record.get(L.C_NCLUSTERS) - record.get(L.C_NEXT)

@@ -103,7 +103,9 @@ def rt_mma(ctx: i64, w: i64, variant: i64) -> i64:
         for i in range(m // 4):
             row = g + 8 * (i >> 1)
             col = 2 * q + (i & 1)
-            if kc == E_F16:
+            if kc == E_F32:
+                stf64(cmat + (row * 8 + col) * 8, wide(ldf32(x + 96 + i * 8)))
+            elif kc == E_F16:
                 stf64(cmat + (row * 8 + col) * 8, rt_element(x + 96 + (i >> 1) * 8, i & 1, E_F16))
             else:
                 stf64(cmat + (row * 8 + col) * 8, rt_element(x + 96 + i * 8, 0, kc))
@@ -127,7 +129,7 @@ def rt_mma(ctx: i64, w: i64, variant: i64) -> i64:
 
 
 def rt_dot(a: i64, b: i64, c: i64, m: i64, k: i64) -> i64:
-    """C += A B for eight columns of f64: the meaning of DOT, which is this in vectors of eight."""
+    """C += A B for eight columns of f64: the meaning of `dot_ir`."""
     for i in range(m):
         for col in range(8):
             acc = ldf64(c + (i * 8 + col) * 8)
@@ -137,42 +139,55 @@ def rt_dot(a: i64, b: i64, c: i64, m: i64, k: i64) -> i64:
     return 0
 
 
-DOT = """
-define i64 @rt_dot(i64 %a, i64 %b, i64 %c, i64 %m, i64 %k) nounwind {
-entry:
-  %ap = inttoptr i64 %a to ptr
-  %bp = inttoptr i64 %b to ptr
-  %cp = inttoptr i64 %c to ptr
-  br label %row
-row:
-  %i = phi i64 [ 0, %entry ], [ %i.next, %end ]
-  %ci = shl i64 %i, 3
-  %crow = getelementptr double, ptr %cp, i64 %ci
-  %start = load <8 x double>, ptr %crow, align 8
-  %ai = mul i64 %i, %k
-  %arow = getelementptr double, ptr %ap, i64 %ai
-  br label %step
-step:
-  %x = phi i64 [ 0, %row ], [ %x.next, %step ]
-  %acc = phi <8 x double> [ %start, %row ], [ %sum, %step ]
-  %ax = getelementptr double, ptr %arow, i64 %x
-  %av = load double, ptr %ax, align 8
-  %a0 = insertelement <8 x double> poison, double %av, i32 0
-  %as = shufflevector <8 x double> %a0, <8 x double> poison, <8 x i32> zeroinitializer
-  %bi = shl i64 %x, 3
-  %brow = getelementptr double, ptr %bp, i64 %bi
-  %bv = load <8 x double>, ptr %brow, align 8
-  %sum = call <8 x double> @llvm.fma.v8f64(<8 x double> %as, <8 x double> %bv, <8 x double> %acc)
-  %x.next = add i64 %x, 1
-  %more = icmp slt i64 %x.next, %k
-  br i1 %more, label %step, label %end
-end:
-  store <8 x double> %sum, ptr %crow, align 8
-  %i.next = add i64 %i, 1
-  %again = icmp slt i64 %i.next, %m
-  br i1 %again, label %row, label %out
-out:
-  ret i64 0
-}
-declare <8 x double> @llvm.fma.v8f64(<8 x double>, <8 x double>, <8 x double>)
-"""
+def dot_ir() -> str:
+    """rt_dot in vectors of eight and four rows at a time, so that the sums of a row need not wait for one another."""
+    rows = range(4)
+    text = [
+        "define i64 @rt_dot(i64 %a, i64 %b, i64 %c, i64 %m, i64 %k) nounwind {",
+        "entry:",
+        *(f"  %{n}p = inttoptr i64 %{n} to ptr" for n in "abc"),
+        "  br label %row",
+        "row:",
+        "  %i = phi i64 [ 0, %entry ], [ %i.next, %end ]",
+    ]
+    for r in rows:
+        text += [
+            f"  %i{r} = add i64 %i, {r}",
+            f"  %ci{r} = shl i64 %i{r}, 3",
+            f"  %crow{r} = getelementptr double, ptr %cp, i64 %ci{r}",
+            f"  %start{r} = load <8 x double>, ptr %crow{r}, align 8",
+            f"  %ai{r} = mul i64 %i{r}, %k",
+            f"  %arow{r} = getelementptr double, ptr %ap, i64 %ai{r}",
+        ]
+    text += ["  br label %step", "step:", "  %x = phi i64 [ 0, %row ], [ %x.next, %step ]"]
+    text += [f"  %acc{r} = phi <8 x double> [ %start{r}, %row ], [ %sum{r}, %step ]" for r in rows]
+    text += [
+        "  %bi = shl i64 %x, 3",
+        "  %brow = getelementptr double, ptr %bp, i64 %bi",
+        "  %bv = load <8 x double>, ptr %brow, align 8",
+    ]
+    vector = "<8 x double>"
+    for r in rows:
+        text += [
+            f"  %ax{r} = getelementptr double, ptr %arow{r}, i64 %x",
+            f"  %av{r} = load double, ptr %ax{r}, align 8",
+            f"  %one{r} = insertelement {vector} poison, double %av{r}, i32 0",
+            f"  %all{r} = shufflevector {vector} %one{r}, {vector} poison, <8 x i32> zeroinitializer",
+            f"  %sum{r} = call {vector} @llvm.fma.v8f64({vector} %all{r}, {vector} %bv, {vector} %acc{r})",
+        ]
+    text += [
+        "  %x.next = add i64 %x, 1",
+        "  %more = icmp slt i64 %x.next, %k",
+        "  br i1 %more, label %step, label %end",
+        "end:",
+        *(f"  store {vector} %sum{r}, ptr %crow{r}, align 8" for r in rows),
+        "  %i.next = add i64 %i, 4",
+        "  %again = icmp slt i64 %i.next, %m",
+        "  br i1 %again, label %row, label %out",
+        "out:",
+        "  ret i64 0",
+        "}",
+        f"declare {vector} @llvm.fma.v8f64({vector}, {vector}, {vector})",
+        "",
+    ]
+    return "\n".join(text)

@@ -1,9 +1,10 @@
 """Native runtime: happens-before between warps, for the exact mode. Written in the language of `subset`.
 
-Every warp is an agent with a vector clock; barriers, mbarriers, release and acquire operations and fences carry clocks from
-one to another through objects named by address. Each byte of shared memory and of buffers that may be written remembers its last
-writer and two readers; an access that is not ordered after a conflicting one is a race, unless both are atomic or strong. Lanes
-of a warp are ordered by the warp-wide instructions between their accesses. Missed: readers beyond two, wrong scopes, proxies.
+Every warp is an agent with a vector clock; barriers, mbarriers, release and acquire operations and fences
+carry clocks from one to another through objects named by address. Each byte of shared memory and of buffers
+that may be written remembers its last writer and two readers; an access that is not ordered after a
+conflicting one is a race, unless both are atomic or strong. Lanes of a warp are ordered by the warp-wide
+instructions between their accesses. Missed: readers beyond two, wrong scopes, proxies.
 """
 
 # ruff: noqa: F403, F405  (the whole vocabulary of the language and all offsets are in scope here)
@@ -166,7 +167,8 @@ def rt_race_barrier(ctx: i64, b: i64, number: i64) -> i64:
     return 0
 
 
-# --- cells: writer, first reader, last reader; each {agent + 1 | strong << 31 | lane << 32 | site << 40, clock | lane sync << 32}
+# --- cells: writer, first reader, last reader;
+# each {agent + 1 | strong << 31 | lane << 32 | site << 40, clock | lane sync << 32}
 
 
 def rt_ordered(ctx: i64, cell: i64, agent: i64, lane: i64, strong: i64) -> i64:

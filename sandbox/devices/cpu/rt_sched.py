@@ -1,9 +1,11 @@
-"""Native runtime: the scheduler. It runs the threads of all resident blocks until they end, fault or can never go on.
+"""Native runtime: the scheduler. It runs the threads of all resident blocks until they end, fault or can never
+go on.
 
-A thread runs until it suspends: at a barrier, at an instruction of its whole warp, at an mbarrier, at a poll that saw the
-same value again, or when its slice is used up. Blocks start in a seeded order; a block that cannot advance keeps its slot
-while others run. When nothing advances, polls are let through once (a forced round); if that changes neither memory nor
-any waiting thread, the launch can never end. Written in the language of `subset`.
+A thread runs until it suspends: at a barrier, at an instruction of its whole warp, at an mbarrier, at a poll
+that saw the same value again, or when its slice is used up. Blocks start in a seeded order; a block that
+cannot advance keeps its slot while others run. When nothing advances, polls are let through once (a forced
+round); if that changes neither memory nor any waiting thread, the launch can never end. Written in the
+language of `subset`.
 """
 
 # ruff: noqa: F403, F405  (the whole vocabulary of the language and all offsets are in scope here)

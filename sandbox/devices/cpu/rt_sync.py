@@ -65,7 +65,7 @@ def rt_mbar_tx(ctx: i64, b: i64, t: i64, site: i64, addr: i64, p: i64, change: i
 
 
 def rt_mbar(ctx: i64, b: i64, t: i64, site: i64, addr: i64, op: i64, n: i64) -> i64:
-    """Carry out an operation other than a test; the state before it. `n`: count or bytes, (count << 32 | bytes) for both."""
+    """An operation other than a test; gives the state before it. `n`: count, bytes, or count << 32 | bytes."""
     p = rt_mbar_word(ctx, b, t, site, addr, op == M_INIT)
     if p == 0:
         return 0

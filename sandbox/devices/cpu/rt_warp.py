@@ -1,7 +1,7 @@
 """Native runtime: instructions that a warp executes together (shfl, vote, redux, match, elect, matrix moves).
 
-Threads wait at such an instruction with their operands in exchange slots; when all members of the mask have come, one of
-the functions here computes every lane's result. Written in the language of `subset`.
+Threads wait at such an instruction with their operands in exchange slots; when all members of the mask have
+come, one of the functions here computes every lane's result. Written in the language of `subset`.
 """
 
 # ruff: noqa: F403, F405  (the whole vocabulary of the language and all offsets are in scope here)

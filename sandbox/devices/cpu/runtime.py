@@ -52,7 +52,7 @@ def functions() -> tuple[FunctionType, ...]:
 @cache
 def runtime_ir() -> str:
     scalar = tuple(f for f in functions() if f.__name__ != "rt_dot")
-    return DECLARATIONS + rt_mma.DOT + compile_functions(scalar, functions())
+    return DECLARATIONS + rt_mma.dot_ir() + compile_functions(scalar, functions())
 
 
 @cache

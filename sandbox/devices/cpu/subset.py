@@ -45,7 +45,7 @@ def signature(function: Callable[..., Any]) -> Signature:
 def compile_functions(
     functions: Sequence[FunctionType], callable_: Sequence[FunctionType] = ()
 ) -> str:
-    """LLVM IR of the functions. They may call one another and `callable_`, and read integer globals of their modules."""
+    """LLVM IR of the functions. They may call one another and `callable_`, and read globals of their modules."""
     known = {f.__name__: signature(f) for f in (*callable_, *functions)}
     return "\n".join(_Function(f, known).text() for f in functions)
 

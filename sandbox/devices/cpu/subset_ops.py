@@ -1,7 +1,7 @@
 """Operators and intrinsics of the runtime's language (`sandbox.devices.cpu.subset`) as LLVM IR templates.
 
-A template is a list of steps `name <- instruction`, or an instruction alone; arguments are {a0}, {a1}, ..., earlier steps {aNAME},
-and the step `r` is the result.
+A template is a list of steps `name <- instruction`, or an instruction alone; arguments are {a0}, {a1}, ...,
+earlier steps {aNAME}, and the step `r` is the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The first things: arithmetic on global memory, loops, shared memory with barriers, warp shuffles, guards and bounds."""
+"""The first things: arithmetic on global memory, loops, shared memory with barriers, warp shuffles, guards and
+bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Single instructions against numpy and torch, on random and on awkward operands. All cases of a table share a kernel."""
+"""Single instructions against numpy and torch, on random and on awkward operands. All cases of a table share a
+kernel."""
+
+# ruff: noqa: E501  (PTX and tables read better with one thought a line)
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ten CuTe DSL kernels from outside the seeds, by hash: compiled PTX is kept beside `kernels/styles.py` and run here."""
+"""Ten CuTe DSL kernels from outside the seeds, by hash: compiled PTX is kept beside `kernels/styles.py` and
+run here."""
+
+# ruff: noqa: E501  (PTX and tables read better with one thought a line)
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """What threads do together: votes, reductions, matrices, atomics, asynchronous copies, clusters, grid barriers."""
 
+# ruff: noqa: E501  (PTX and tables read better with one thought a line)
+
 from __future__ import annotations
 
 import pytest
