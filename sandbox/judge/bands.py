@@ -1,8 +1,8 @@
 """The noise band: how far legitimate schedules stray from the oracle, and what a candidate may therefore show.
 
 Errors are measured on the whole tensor and on cells (a row, a head, a cache row), so that one wrong row of many shows.
-Bounds are 2 x the band + an epsilon of the element type, capped, so that a noisy reference cannot open the gate. Cosine
-is not used: it ignores scale.
+Bounds are 2 x the band (4 x for the largest single error) + an epsilon of the element type, capped, so that a noisy
+reference cannot open the gate. Cosine is not used: it ignores scale.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ MIN_CELL = 64
 MAX_CELLS = 1 << 20
 SUM_LENGTH = 8192
 FACTOR = 2.0
+# One operand rounded the other way moves one element by a whole ulp of it; which ones flip is luck, and the largest of
+# a few schedules underestimates the largest possible. Errors that are not single flips show in rel_l2.
+FACTOR_MAX = 4.0
+SIGMAS = 2.0  # out["rel_l2"] is twice the noise, so this is four standard deviations
 CAP = 16.0
 QUIET = 0.01
 COHERENT = 2e-4
@@ -95,7 +99,8 @@ def cells_of(shape: Sequence[int]) -> Cells:
 @dataclass(frozen=True)
 class Oracle:
     """What a tensor is compared with: the cells that hold specified elements, in fp64. Elements outside the mask are
-    zero here, and `view` makes them zero in whatever is compared."""
+    zero here, and `view` makes them zero in whatever is compared. `spread`: over how many elements the norm is spread,
+    (sum x^2)^2 / sum x^4; of the median cell in `cell_spread`."""
 
     cells: Cells
     kept: torch.Tensor | None
@@ -104,6 +109,8 @@ class Oracle:
     scale: torch.Tensor
     largest: float
     elements: int
+    spread: float = 1.0
+    cell_spread: float = 1.0
 
     def view(self, t: torch.Tensor) -> torch.Tensor:
         """[kept cells, elements] in fp64 of a tensor of the oracle's shape."""
@@ -132,7 +139,16 @@ def oracle(t: torch.Tensor, mask: torch.Tensor | None) -> Oracle:
     quiet = QUIET * rms * math.sqrt(cells.size)
     scale = values.norm(dim=1).clamp(min=quiet) if values.numel() else values.new_zeros(0)
     largest = float(values.abs().max()) if values.numel() else 0.0
-    return Oracle(cells, kept, inside, values, scale, largest, elements)
+    return Oracle(
+        cells, kept, inside, values, scale, largest, elements,
+        _spread(values.flatten()).item() if values.numel() else 1.0,
+        _spread(values).median().item() if values.numel() else 1.0,
+    )  # fmt: skip
+
+
+def _spread(values: torch.Tensor) -> torch.Tensor:
+    squares = values.square()
+    return (squares.sum(-1).square() / squares.square().sum(-1)).nan_to_num(1.0).clamp(min=1.0)
 
 
 def measure(o: Oracle, t: torch.Tensor) -> Errors:
@@ -178,5 +194,12 @@ def bound(band: Errors, o: Oracle, dtype: str, stages: int) -> Errors:
     for name in NAMES:
         unit = "rel_l2" if name.endswith("norm_ratio") else name
         roof = CAP * max(1, stages) * max(getattr(least, unit), getattr(working, unit))
-        out[name] = min(FACTOR * getattr(band, name) + getattr(least, name), roof)
+        factor = FACTOR_MAX if name == "max_abs" else FACTOR
+        out[name] = min(factor * getattr(band, name) + getattr(least, name), roof)
+    # Independent errors of size rel_l2 move a norm by rel_l2 / sqrt(spread); few schedules may all have moved it less.
+    for name, size, spread in (
+        ("norm_ratio", "rel_l2", o.spread),
+        ("cell_norm_ratio", "cell_rel_l2", o.cell_spread),
+    ):
+        out[name] = max(out[name], SIGMAS * out[size] / math.sqrt(spread))
     return Errors(**out)

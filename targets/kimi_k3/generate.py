@@ -20,7 +20,7 @@ from targets.kimi_k3.options import resolve
 from targets.kimi_k3.sizes import PAGE_HEADROOM
 from targets.reference import Tensors
 
-SMALL_BYTES = 256 << 20
+SMALL_BYTES = 16 << 20
 QUERY_GAIN = 2.0
 """Attention scores of standard deviation about 2: a few hundred tokens of a long context matter."""
 CODE_RMS = math.sqrt(sum(m * m for m in MAGNITUDES) / len(MAGNITUDES))
