@@ -51,7 +51,7 @@ def convergence(view: RunView, x: str) -> str:
         ax.set_ylabel(f"time of a step, us ({' and '.join(view.kinds) or 'unknown'})")
         ax.set_ylim(bottom=0)
         if x == "seq":
-            ax.xaxis.get_major_locator().set_params(integer=True)
+            ax.locator_params(axis="x", integer=True)
         ax.legend(loc="best")
 
     return draw(f"convergence-{x}", f"time of a step against {X_LABELS[x]}", paint, (WIDTH, 3.2))
@@ -171,7 +171,7 @@ def lineage(view: RunView) -> str:
         ax.set_xlabel("round")
         ax.set_yticks([])
         ax.set_ylim(-0.7, rows - 0.2)
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.locator_params(axis="x", integer=True)
         legend_above(figure)
 
     return draw("lineage", "lineage of candidates", paint, (WIDTH, 1.4 + 0.34 * rows))

@@ -9,7 +9,7 @@ import io
 import re
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from agent.models.base import Unavailable
@@ -43,7 +43,7 @@ def draw(
         raise Unavailable(
             "plots need matplotlib: pip install 'kernelgen[report]', or take --format md"
         ) from error
-    settings = {
+    settings: dict[Any, Any] = {
         "svg.fonttype": "none", "svg.hashsalt": name, "text.parse_math": False,
         "axes.spines.top": False, "axes.spines.right": False, "font.size": 9.5,
         "axes.grid": True, "grid.alpha": 0.25, "grid.color": INK, "legend.frameon": False,

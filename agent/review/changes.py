@@ -5,8 +5,8 @@ Pure functions over verdicts; nothing here is measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sandbox.verdict import Ratio, Verdict, WorkloadTiming, short_name
@@ -39,6 +39,14 @@ class KernelTime:
     @property
     def delta(self) -> float:
         return (self.us or 0.0) - (self.us_before or 0.0)
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a version takes: ptxas's report in its verdict, and its plan's launches (kernel, smem)."""
+
+    verdict: Verdict | None = None
+    launches: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,12 +106,9 @@ def launches(v: Verdict | None) -> tuple[Mapping[str, Any], ...]:
     return tuple(v.profile.get("launches", ())) if v else ()
 
 
-def resources(before: Verdict | None, after: Verdict | None) -> tuple[Resource, ...]:
-    """Registers, spills, stack and shared memory, kernel by kernel; what changed comes first.
-
-    Dynamic shared memory is known only from a profile.
-    """
-    old, new = dict(_figures(before)), dict(_figures(after))
+def resources(before: Used, after: Used) -> tuple[Resource, ...]:
+    """Registers, spills, stack and shared memory, kernel by kernel; what changed comes first."""
+    old, new = _figures(before), _figures(after)
     rows = [
         Resource(kernel, what, old.get((kernel, what)), new.get((kernel, what)))
         for kernel, what in dict.fromkeys([*new, *old])
@@ -112,22 +117,23 @@ def resources(before: Verdict | None, after: Verdict | None) -> tuple[Resource, 
     return tuple(sorted(shown, key=lambda r: not r.changed))
 
 
-def _figures(v: Verdict | None) -> Iterator[tuple[tuple[str, str], int]]:
+def _figures(used: Used) -> dict[tuple[str, str], int]:
     """Kernels of one name are one row: the largest figure stands for them."""
     worst: dict[tuple[str, str], int] = {}
-    for r in v.resources if v else ():
-        d = asdict(r)
-        for key, what in (
-            ("registers", "registers"), ("spill_stores", "spilled on store, bytes"),
-            ("spill_loads", "spilled on load, bytes"), ("stack", "stack, bytes"),
-            ("smem_static", "static shared memory, bytes"),
-        ):  # fmt: skip
-            at = (short_name(r.kernel), what)
-            worst[at] = max(worst.get(at, 0), int(d[key]))
-    for x in launches(v):
-        at = (str(x.get("kernel", "")), "dynamic shared memory, bytes")
-        worst[at] = max(worst.get(at, 0), int(x.get("smem") or 0))
-    yield from worst.items()
+
+    def note(kernel: str, what: str, value: int) -> None:
+        at = (short_name(kernel), what)
+        worst[at] = max(worst.get(at, 0), value)
+
+    for r in used.verdict.resources if used.verdict else ():
+        note(r.kernel, "registers", r.registers)
+        note(r.kernel, "spilled on store, bytes", r.spill_stores)
+        note(r.kernel, "spilled on load, bytes", r.spill_loads)
+        note(r.kernel, "stack, bytes", r.stack)
+        note(r.kernel, "static shared memory, bytes", r.smem_static)
+    for x in used.launches:
+        note(str(x["kernel"]), "dynamic shared memory, bytes", int(x["smem"]))
+    return worst
 
 
 def _profile(v: Verdict | None) -> dict[str, Mapping[str, Any]]:

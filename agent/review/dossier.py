@@ -44,6 +44,10 @@ class Version:
     def verdict(self) -> Verdict | None:
         return self.matter.verdict
 
+    @property
+    def used(self) -> changes.Used:
+        return changes.Used(self.matter.verdict, self.matter.launches)
+
 
 @dataclass(frozen=True)
 class Dossier:
@@ -85,7 +89,7 @@ class Dossier:
 
     @property
     def resources(self) -> tuple[changes.Resource, ...]:
-        return changes.resources(self.parent.verdict if self.parent else None, self.me.verdict)
+        return changes.resources(self.parent.used if self.parent else changes.Used(), self.me.used)
 
 
 def queue(queries: Queries, run: str) -> list[int]:
@@ -141,7 +145,13 @@ def _machine_work(
         return None, ()
     plans = [p for p in (artifact.step, artifact.prepare) if p]
     flags = tuple(
-        {"kernel": x.kernel, "cooperative": x.cooperative, "pdl": x.pdl, "cluster": x.cluster}
+        {
+            "kernel": x.kernel,
+            "smem": x.smem,
+            "cooperative": x.cooperative,
+            "pdl": x.pdl,
+            "cluster": x.cluster,
+        }
         for x in artifact.step.launches
     )
     return "\n".join(p.ptx for p in plans), flags

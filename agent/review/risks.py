@@ -169,9 +169,12 @@ def _verdict(old: Verdict | None, new: Verdict | None) -> Iterator[Risk]:
                 "thin-gain", "look", f"{w.regime}: the speed-up is hardly clear of 1: {words}"
             )
     if new.not_verified:
-        yield Risk("not-verified", "know", f"{len(new.not_verified)} things were not verified")
+        count = len(new.not_verified)
+        yield Risk(
+            "not-verified", "know", f"not verified: {count} {'thing' if count == 1 else 'things'}"
+        )
     if new.findings:
-        yield Risk("findings", "know", f"{len(new.findings)} findings of lint and judge")
+        yield Risk("findings", "know", f"findings of lint and judge: {len(new.findings)}")
 
 
 def _tolerance(old: Verdict | None, new: Verdict) -> Iterator[Risk]:
