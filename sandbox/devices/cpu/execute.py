@@ -49,7 +49,7 @@ class Policy:
     exact: bool = False
     lazy: bool = True
     budget: int = 40_000_000_000
-    max_forced: int = 20_000
+    max_forced: int = 1_000_000
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Lowering of loads, stores, polls and address conversions.
 
-A load with an ordering (acquire, relaxed, volatile, .cv, .cg) in a loop is a poll: when it sees the address
-and the value that it saw last time, the thread waits until the word changes or nothing else can run. Cache
+A load with an ordering (acquire, relaxed, volatile, .cv; .cg in a tight loop) in a loop is a poll: when it sees the
+address and the value that it saw last time, the thread waits until the word changes or nothing else can run. Cache
 hints change nothing here.
 """
 
@@ -54,7 +54,7 @@ def load(k: Kernel, instr: Instr) -> None:
     order = order_of(m)
     space = space_of(m)
     count = vector_of(m)
-    poll = order != "weak" or "cv" in m.rest or "cg" in m.rest
+    poll = order != "weak" or "cv" in m.rest or ("cg" in m.rest and _spins(k))
     m.take("cv")
     m.drop(*HINTS)
     m.prefix(*HINT_PREFIXES)
@@ -84,6 +84,11 @@ def load(k: Kernel, instr: Instr) -> None:
         k.write(
             d, bits, k.let(f"load i{bits}, ptr {p}, align {min(align, bits // 8)}"), instr, signed
         )
+
+
+def _spins(k: Kernel) -> bool:
+    """Whether the block looks like a spin: short and branching to itself. Data too are read with .cg in loops."""
+    return k.block.index in k.block.succs and len(k.block.instrs) <= 16
 
 
 def fold(k: Kernel, where: str, size: int) -> str:

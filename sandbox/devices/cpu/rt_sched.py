@@ -432,7 +432,8 @@ def rt_force(ctx: i64) -> i64:
     if ld64(ctx + C_STATUS):
         return 1
     h = rt_waiting_hash(ctx)
-    same = h == ld64(ctx + C_HASH) and before == rt_effects(ctx)
+    still = before == rt_effects(ctx)
+    same = h == ld64(ctx + C_HASH) and still
     st64(ctx + C_HASH, h)
     if advanced:
         st64(ctx + C_HASH, 0)
@@ -440,7 +441,8 @@ def rt_force(ctx: i64) -> i64:
         return 0
     if same:
         return rt_fault(ctx, slot, ld64(slot + B_THREADS), H_DEADLOCK, -1, polls, 0) + 1
-    st64(ctx + C_FORCED, ld64(ctx + C_FORCED) + 1)
+    # polls between which memory changes may be part of real work: they get more patience
+    st64(ctx + C_FORCED, ld64(ctx + C_FORCED) + (10 if still else 1))
     if ld64(ctx + C_FORCED) > ld64(ctx + C_MAXFORCED):
         return rt_fault(ctx, slot, ld64(slot + B_THREADS), H_LIVELOCK, -1, polls, 0) + 1
     return 0

@@ -215,3 +215,29 @@ def test_an_mbarrier_that_was_never_initialised() -> None:
     with pytest.raises(Faulted) as e:
         run(kernel(body, "p", extra=SMEM), [x], Shape(smem=16))
     assert e.value.failure.rule == "mbarrier-invalid"
+
+
+def test_a_long_loop_may_read_one_word_past_the_cache_again_and_again() -> None:
+    x, out = torch.full((1,), 3, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    body = """
+    mov.b32 %r1, 0; mov.b32 %r2, 0; mul.wide.u32 %rd1, %r99, 4; add.s64 %rd2, %rd101, %rd1;
+    L: ld.relaxed.gpu.global.u32 %r3, [%rd100]; add.u32 %r2, %r2, %r3; st.global.u32 [%rd2], %r2;
+    ld.global.cg.u32 %r4, [%rd100]; add.u32 %r2, %r2, %r4; add.u32 %r1, %r1, 1;
+    setp.lt.u32 %p1, %r1, 30000; @%p1 bra L; st.global.u32 [%rd2], %r2; ret;
+    """
+    run(kernel(body, "pp"), [x, out], Shape(block=(64, 1, 1)))
+    assert bool((out == 180000).all())
+
+
+def test_the_languages_meaning_in_python_is_what_the_compiled_runtime_does() -> None:
+    """The runtime's functions are Python too: small floats converted both ways give the same bits."""
+    import ctypes
+
+    from sandbox.devices.cpu import rt_float
+    from sandbox.devices.cpu.translate import runtime
+
+    for name in ("rt_half_bits", "rt_half_value", "rt_e4m3_bits", "rt_e5m2_bits", "rt_half_down"):
+        compiled = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(runtime().address(name))
+        for i in range(500):
+            word = (i * 2654435761) & (0xFFFF if name == "rt_half_value" else 0xFFFFFFFF)
+            assert getattr(rt_float, name)(word) == compiled(word), (name, hex(word))
