@@ -1,4 +1,4 @@
-"""The same PTX on a GPU and here: ten kernels of other styles, bit for bit or within the approximate functions' error."""
+"""The same PTX on a GPU and here: ten kernels, bit for bit or within the approximate functions' error."""
 
 from __future__ import annotations
 
