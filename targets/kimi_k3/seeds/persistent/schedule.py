@@ -1,0 +1,247 @@
+"""The schedule of the persistent kernel as data, and a proof on the host that it ends. Not part of the candidate.
+
+Why it cannot hang, in words: every CTA arrives at edge e before it waits for it, and waits for edges in their order, so
+the slowest CTA never waits for itself. A producer waits for a free stage, which the consumers of its own CTA give back
+in order without waiting for anything behind it in the list, and for the routing, which they publish before they take
+the first stage of an expert. `simulate` runs exactly these rules for all CTAs and says who stands still if one does.
+
+The lists are written down here a second time, beside the kernel's loops; the cpu device runs the kernel itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from targets.kimi_k3.seeds.persistent.plan import CodeRows, Op, Rows, share
+
+Event = tuple[Any, ...]
+"""Consumers: ("take", label), ("hold", labels), ("arrive",), ("wait", edge), ("route",).
+Producer: ("stage", label, bytes), ("routed", turn). A label is (matrix, layer, first row, rows)."""
+
+
+@dataclass
+class Lists:
+    """Of one CTA."""
+
+    produce: list[Event] = field(default_factory=list)
+    consume: list[Event] = field(default_factory=list)
+
+
+def lists(op: Op, cta: int, length: int) -> Lists:
+    """Both lists of a CTA for a launch over a context of `length` tokens (the new one counted)."""
+    out = Lists()
+    edge, routed = 0, 0
+    for n, (attn, ffn) in enumerate(zip(op.d.attn, op.d.ffn, strict=True)):
+        if n > 0:
+            edge += 1
+            out.consume.append(("wait", edge))
+        edge = _kda(op, cta, n, out, edge) if attn == "K" else _mla(op, cta, n, out, edge, length)
+        edge = _edge(out, edge)
+        if ffn == "D":
+            edge = _dense(op, cta, n, out, edge)
+        else:
+            edge = _moe(op, cta, n, out, edge, routed)
+            routed += 1
+        out.consume.append(("arrive",))
+    out.consume.append(("wait", edge + 1))
+    return out
+
+
+def _edge(out: Lists, edge: int) -> int:
+    out.consume += [("arrive",), ("wait", edge + 1)]
+    return edge + 1
+
+
+def _rows(out: Lists, name: str, n: int, g: Rows, span: tuple[int, int]) -> None:
+    first, rows = span
+    for at in range(0, rows, g.chunk):
+        many = min(g.chunk, rows - at)
+        label = (name, n, first + at, many)
+        out.produce.append(("stage", label, many * g.row_bytes * (2 if g.pair else 1)))
+        out.consume.append(("take", label))
+
+
+def _kda(op: Op, cta: int, n: int, out: Lists, edge: int) -> int:
+    d = op.d
+    live = 4 * d.kda_dim + d.f_rank + d.kda_heads
+    _rows(out, "in_proj", n, op.wide, share(live, cta, op.ctas))
+    edge = _edge(out, edge)
+    edge = _edge(out, edge)
+    _rows(out, "o_proj", n, op.rows(d.kda_dim), share(d.hidden, cta, op.ctas))
+    return edge
+
+
+def _mla(op: Op, cta: int, n: int, out: Lists, edge: int, length: int) -> int:
+    d = op.d
+    _rows(out, "a_proj", n, op.wide, share(d.a_proj_rows, cta, op.ctas))
+    edge = _edge(out, edge)
+    heads = d.mla_heads * (d.qk_nope + d.qk_rope)
+    _rows(out, "q_b", n, op.rows(d.q_lora), share(heads, cta, op.ctas))
+    edge = _edge(out, edge)
+    edge = _edge(out, edge)
+    for page in range(cta, -(-length // d.page), op.ctas):
+        held = []
+        for j in range(op.cache_stages):
+            rows = min(op.cache_rows, d.page - j * op.cache_rows)
+            label = ("kv", n, page * d.page + j * op.cache_rows, rows)
+            out.produce.append(("stage", label, rows * d.kv_dim * 2))
+            held.append(label)
+        out.consume.append(("hold", tuple(held)))
+    edge = _edge(out, edge)
+    edge = _edge(out, edge)
+    head, part = cta // op.slices, cta % op.slices
+    if head < d.mla_heads:
+        first, rows = share(d.v_dim, part, op.slices)
+        _rows(out, "w_uv", n, op.rows(d.kv_lora), (head * d.v_dim + first, rows))
+    edge = _edge(out, edge)
+    _rows(out, "o_proj", n, op.rows(d.mla_dim), share(d.hidden, cta, op.ctas))
+    return edge
+
+
+def _dense(op: Op, cta: int, n: int, out: Lists, edge: int) -> int:
+    d = op.d
+    pair = op.rows(d.hidden, pair=True)
+    _rows(out, "dense_gate_up", n, pair, share(d.dense_dim, cta, op.ctas))
+    edge = _edge(out, edge)
+    _rows(out, "dense_down", n, op.rows(d.dense_dim), share(d.hidden, cta, op.ctas))
+    return edge
+
+
+def _moe(op: Op, cta: int, n: int, out: Lists, edge: int, routed: int) -> int:
+    d = op.d
+    _rows(out, "router", n, op.wide, share(d.router_rows, cta, op.ctas))
+    _rows(out, "latent_down", n, op.wide, share(d.latent_rows, cta, op.ctas))
+    pair = op.rows(d.hidden, pair=True)
+    _rows(out, "shared_gate_up", n, pair, share(d.shared_dim, cta, op.ctas))
+    edge = _edge(out, edge)
+    out.consume.append(("route",))
+    down = op.rows(d.shared_dim)
+    _rows(out, "shared_down", n, down, share(d.hidden_local, cta, op.ctas))
+    first, rows = share(d.hidden - d.hidden_local, cta, op.ctas)
+    _rows(out, "shared_down", n, down, (d.hidden_local + first, rows))
+    out.produce.append(("routed", routed))
+    for label, size in _experts_up(op, cta, n):
+        out.produce.append(("stage", label, size))
+        out.consume.append(("take", label))
+    edge = _edge(out, edge)
+    for label, size in _experts_down(op, cta, n):
+        out.produce.append(("stage", label, size))
+        out.consume.append(("take", label))
+    edge = _edge(out, edge)
+    _rows(out, "latent_up", n, op.rows(d.latent), share(d.hidden_local, cta, op.ctas))
+    return edge
+
+
+def _bytes(g: CodeRows, rows: int) -> int:
+    return g.parts * rows * (g.code_bytes + g.scale_bytes)
+
+
+def _experts_up(op: Op, cta: int, n: int) -> Iterator[tuple[Event, int]]:
+    d, g = op.d, op.up
+    at, rows = share(d.topk * d.expert_dim, cta, op.ctas, g.unit)
+    end = at + rows
+    while at < end:
+        many = min(g.chunk, end - at, d.expert_dim - at % d.expert_dim)
+        yield ("w13", n, at, many), _bytes(g, many)
+        at += many
+
+
+def _experts_down(op: Op, cta: int, n: int) -> Iterator[tuple[Event, int]]:
+    d, g = op.d, op.down
+    first, rows = share(d.latent, cta, op.ctas, g.unit)
+    for start in range(0, d.topk, op.down_slots):
+        many = min(op.down_slots, d.topk - start)
+        yield ("w2", n, start * d.latent + first, many * rows), many * _bytes(g, rows)
+
+
+# ---- the simulation
+
+
+@dataclass
+class _Cta:
+    lists: Lists
+    made: int = 0  # stages brought
+    freed: int = 0
+    p: int = 0
+    c: int = 0
+    arrived: int = 0
+    routes: int = 0
+    order: list[Event] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return self.p == len(self.lists.produce) and self.c == len(self.lists.consume)
+
+
+def simulate(op: Op, programs: Sequence[Lists]) -> str:
+    """Empty if every CTA ends; else the first thing found: a list out of order, a stage too large, who stands still."""
+    ctas = [_Cta(x) for x in programs]
+    moved = True
+    while moved:
+        moved = False
+        arrivals = min(c.arrived for c in ctas)
+        for number, c in enumerate(ctas):
+            while _produce(op, c):
+                moved = True
+            try:
+                while _consume(c, arrivals):
+                    moved = True
+            except ValueError as error:
+                return f"CTA {number}: {error}"
+    for number, c in enumerate(ctas):
+        big = [e for e in c.lists.produce if e[0] == "stage" and not 0 < e[2] <= op.stage]
+        if big:
+            return f"CTA {number}: a stage of {big[0][2]} bytes: {big[0][1]}"
+    stuck = [(n, c) for n, c in enumerate(ctas) if not c.over]
+    return "; ".join(_where(n, c) for n, c in stuck[:4])
+
+
+def _where(number: int, c: _Cta) -> str:
+    made = c.lists.produce[c.p] if c.p < len(c.lists.produce) else "its end"
+    taken = c.lists.consume[c.c] if c.c < len(c.lists.consume) else "its end"
+    return f"CTA {number}: the producer stands at {made}, the consumers at {taken}"
+
+
+def _produce(op: Op, c: _Cta) -> bool:
+    if c.p == len(c.lists.produce):
+        return False
+    event = c.lists.produce[c.p]
+    if event[0] == "routed":
+        if c.routes <= event[1]:
+            return False
+    else:
+        if c.made - c.freed >= op.stages:
+            return False
+        c.made += 1
+        c.order.append(event[1])
+    c.p += 1
+    return True
+
+
+def _consume(c: _Cta, arrivals: int) -> bool:
+    if c.c == len(c.lists.consume):
+        return False
+    event = c.lists.consume[c.c]
+    if event[0] == "wait" and arrivals < event[1]:
+        return False
+    if event[0] in ("take", "hold"):
+        labels = [event[1]] if event[0] == "take" else list(event[1])
+        if c.made - c.freed < len(labels):
+            return False
+        found = c.order[c.freed : c.freed + len(labels)]
+        if found != labels:
+            raise ValueError(f"takes {labels[0]} where the ring has {found[0]}")
+        c.freed += len(labels)
+    elif event[0] == "arrive":
+        c.arrived += 1
+    elif event[0] == "route":
+        c.routes += 1
+    c.c += 1
+    return True
+
+
+def validate(op: Op, length: int) -> str:
+    """Empty if the schedule of this kernel ends for that context."""
+    return simulate(op, [lists(op, cta, length) for cta in range(op.ctas)])
