@@ -24,7 +24,15 @@ from targets.kimi_k3.seeds.persistent.device import (
     wait,
     words_at,
 )
-from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, IS_MLA, F, kind, layer_tensors
+from targets.kimi_k3.seeds.persistent.fields import (
+    COUNT,
+    IS_DENSE,
+    IS_MLA,
+    F,
+    kind,
+    layer_tensors,
+    vectors,
+)
 from targets.kimi_k3.seeds.persistent.kda import gated, load_early, place, update
 from targets.kimi_k3.seeds.persistent.mix import Banks, early, late
 from targets.kimi_k3.seeds.persistent.mla import MlaSpace, cache_of, fill_mla, mla
@@ -60,11 +68,35 @@ class Io(NamedTuple):
 
 
 @cute.jit
+def prefetch(c: Ctx, layer: Int32, op: cutlass.Constexpr):
+    """The small vectors of a layer into L2: otherwise their first use costs a trip to memory behind an edge."""
+    what = Int32(field(c, layer, F["kind"], COUNT))
+    found = vectors(op.d)
+    for k in cutlass.range_constexpr(len(found)):
+        wanted = what >= 0
+        if cutlass.const_expr(found[k][2] == "K"):
+            wanted = what & IS_MLA == 0
+        elif cutlass.const_expr(found[k][2] == "M"):
+            wanted = what & IS_MLA != 0
+        elif cutlass.const_expr(found[k][2] == "E"):
+            wanted = what & IS_DENSE == 0
+        if wanted:
+            start = field(c, layer, F[found[k][0]], COUNT)
+            for line in cutlass.range(c.cta, -(-found[k][1] // 128), op.ctas, unroll=1):
+                cute.arch.inline_ptx(
+                    "prefetch.global.L2 [{$r0}];", read_only_args=[start + Int64(line) * 128]
+                )
+
+
+@cute.jit
 def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
     """The list of one CTA: all stages in the order in which the consumers take them."""
     d = op.d
     it, routed = Int32(0), Int32(0)
+    prefetch(c, Int32(0), op)
     for l in cutlass.range(d.layers, unroll=1):
+        if l + 1 < d.layers:
+            prefetch(c, l + 1, op)
         what = Int32(field(c, l, F["kind"], COUNT))
         if cutlass.const_expr("K" in d.attn):
             if what & IS_MLA == 0:

@@ -58,3 +58,35 @@ def layer_tensors(t, n, dims):
 
 def kind(dims, n):
     return (IS_MLA if dims.attn[n] == "M" else 0) | (IS_DENSE if dims.ffn[n] == "D" else 0)
+
+
+def vectors(dims):
+    """(field, bytes, kinds of layer that have it): small things that are wanted just after an edge."""
+    d = dims
+    found = [(name, 2 * d.hidden, "KM") for name in MIX]
+    if "K" in d.attn:
+        found += [
+            ("o_norm", 2 * d.head_dim, "K"),
+            ("dt_bias", 4 * d.kda_dim, "K"),
+            ("A_log", 4 * d.kda_heads, "K"),
+        ]
+    if "M" in d.attn:
+        found += [("q_a_norm", 2 * d.q_lora, "M"), ("kv_a_norm", 2 * d.kv_lora, "M")]
+    if "E" in d.ffn:
+        found += [("router_bias", 4 * d.experts, "E"), ("latent_norm", 2 * d.latent, "E")]
+    if d.ranks > 1:
+        found.append(("remote_attn", 4 * d.hidden, "KM"))
+        if "E" in d.ffn:
+            found += [
+                ("remote_moe", 4 * d.latent, "E"), ("remote_shared", 4 * d.hidden_local, "E"),
+                ("remote_delta", 2 * (d.hidden - d.hidden_local), "E"),
+            ]  # fmt: skip
+            found += (
+                [("remote_latent", 2 * (d.latent - d.latent_rows), "E")] if d.latent_sharded else []
+            )
+            found += (
+                [("remote_logits", 4 * (d.experts - d.router_rows), "E")]
+                if d.router_sharded
+                else []
+            )
+    return found

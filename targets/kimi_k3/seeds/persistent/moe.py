@@ -281,8 +281,11 @@ def choose(c: Ctx, l: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Constexpr
         if c.lane + 32 * j < each and e < d.experts:
             rKey[j] = order_key(sigmoid(logit(c, l, e, ws, op)) + gBias[e])
     candidates = op.warps * best_of
-    sKey = view(c, Uint32, 0, candidates)
-    sId = view(c, Int32, 4 * candidates, candidates)
+    padded = -(-candidates // 8) * 8
+    sKey = view(c, Uint32, 0, padded)
+    sId = view(c, Int32, 4 * padded, candidates)
+    if c.tid < padded - candidates:
+        sKey[candidates + c.tid] = Uint32(0)
     for rank in cutlass.range(best_of, unroll=1):
         mine = rKey[0]
         for j in cutlass.range_constexpr(1, slots):
@@ -298,16 +301,25 @@ def choose(c: Ctx, l: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Constexpr
             sKey[c.warp * best_of + rank] = best
             sId[c.warp * best_of + rank] = expert
     consumers(op)
-    for i in cutlass.range(c.tid, candidates, op.threads, unroll=1):
+    # two threads rank a candidate against half of the others each; of equal keys the earlier one has the lower id
+    rRival = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    half = c.tid % 2
+    for start in cutlass.range(0, candidates, op.threads // 2, unroll=1):
+        i = start + c.tid // 2
+        safe = i if i < candidates else 0
         # a tensor over a recast pointer forgets that it is unsigned
-        key, expert = Uint32(sKey[i]), sId[i]
+        key = Uint32(sKey[safe])
         rank = Int32(0)
-        for other in cutlass.range(candidates, unroll=8):
-            rival = Uint32(sKey[other])
-            ahead = rival > key or (rival == key and sId[other] < expert)
-            rank += Int32(1) if ahead else Int32(0)
-        if rank < d.topk and key > Uint32(0):
-            c.ids[rank] = expert
+        for k in cutlass.range(padded // 8, unroll=7):
+            at_ = half * (padded // 2) + 4 * k
+            for e in cutlass.range_constexpr(4):
+                rRival[e] = Uint32(sKey[at_ + e])
+            for e in cutlass.range_constexpr(4):
+                ahead = rRival[e] > key or (rRival[e] == key and at_ + e < i)
+                rank += Int32(1) if ahead else Int32(0)
+        rank += cute.arch.shuffle_sync_bfly(rank, offset=1)
+        if half == 0 and i < candidates and rank < d.topk and key > Uint32(0):
+            c.ids[rank] = sId[i]
     consumers(op)
     if c.tid == 0:
         cute.arch.mbarrier_arrive(c.routed)

@@ -168,7 +168,7 @@ class Op:
         """Bytes of scratch in shared memory, shared by the phases."""
         d = self.d
         kda = 4 * 4 * d.head_dim
-        choice = 8 * self.warps * d.topk
+        choice = 8 * self.warps * d.topk + 64
         down = 2 * d.topk * d.expert_dim + 4 * d.topk * self.down_rows
         columns = most(d.kv_lora // 8, self.slices)
         absorb = self.new_bytes + 32 * (self.threads // columns) * columns
