@@ -16,7 +16,7 @@ from agent.commands import common
 from agent.commands.review_screen import page
 from agent.review import text
 from agent.review.decide import EFFECTS, Done, Refused, decide, whoami
-from agent.review.dossier import Dossier, dossier, promoted, queue
+from agent.review.dossier import Dossier, Version, dossier, promoted, queue
 from agent.review.proof import WORD, headline
 from agent.store import Queries, Store
 from agent.views import clean
@@ -84,7 +84,8 @@ def review(name: str, **asked: Any) -> int:
             common.emit(True, {"run": run["id"], "queue": []}, "")
         return 1
     against = ("parent", "seed") if asked["against"] == "both" else (asked["against"],)
-    shown = [dossier(queries, run, seq) for seq in seqs]
+    known: dict[int, Version] = {}
+    shown = [dossier(queries, run, seq, known) for seq in seqs]
     if asked["as_json"]:
         common.emit(True, {"run": run["id"], "queue": [text.as_json(d) for d in shown]}, "")
         return 0

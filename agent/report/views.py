@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from agent.review.decide import Decision, decisions, standing
-from agent.review.dossier import Dossier, dossier, promoted
+from agent.review.dossier import Dossier, Version, dossier, promoted
 from agent.store import Queries
 
 
@@ -83,11 +83,12 @@ def run_view(queries: Queries, run: Mapping[str, Any]) -> RunView:
     rows = queries.candidates(run["id"])
     calls = queries.calls(run["id"])
     priced = [c["cost"] for c in calls if c["cost"] is not None]
+    known: dict[int, Version] = {}
     tokens = sum((c["input_tokens"] or 0) + (c["output_tokens"] or 0) for c in calls)
     return RunView(
         run=run, workload=json.loads(run["workload"] or "{}"),
         points=tuple(point(queries, run, row, calls) for row in rows),
-        dossiers=tuple(dossier(queries, run, seq) for seq in promoted(queries, run["id"])),
+        dossiers=tuple(dossier(queries, run, s, known) for s in promoted(queries, run["id"])),
         lessons=queries.lessons(run["id"]), decisions=decisions(queries, run["id"]),
         spent=Spent(run["elapsed"] / 60, sum(priced), tokens, len(calls), len(calls) - len(priced)),
         kinds=tuple(sorted({r["kind"] for r in rows if r["kind"]})),

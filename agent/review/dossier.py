@@ -103,14 +103,25 @@ def promoted(queries: Queries, run: str) -> list[int]:
     return [r["seq"] for r in reversed(queries.candidates(run)) if r["promoted"] and r["seq"]]
 
 
-def dossier(queries: Queries, run: Mapping[str, Any], seq: int) -> Dossier:
-    """Raises NotFound, Missing (a lost source or verdict)."""
+def dossier(
+    queries: Queries, run: Mapping[str, Any], seq: int, known: dict[int, Version] | None = None
+) -> Dossier:
+    """`known`: versions read so far, for several dossiers of one run. Raises NotFound, Missing (a
+    lost source or verdict).
+    """
+    known = {} if known is None else known
+
+    def read(row: Mapping[str, Any]) -> Version:
+        if row["seq"] not in known:
+            known[row["seq"]] = version(queries, row)
+        return known[row["seq"]]
+
     rows = {r["seq"]: r for r in queries.candidates(run["id"])}
     row = rows.get(seq) or queries.candidate(f"{run['id']}-{seq}")
-    me = version(queries, row)
+    me = read(row)
     above = rows.get(row["parent_seq"]) if row["parent_seq"] is not None else None
-    parent = version(queries, above) if above else None
-    seed = version(queries, rows[0]) if 0 in rows and seq else None
+    parent = read(above) if above else None
+    seed = read(rows[0]) if 0 in rows and seq else None
     because = [
         d["reason"]
         for d in queries.decisions(run["id"])

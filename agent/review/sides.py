@@ -55,7 +55,7 @@ def counts(diff: str) -> tuple[int, int]:
 def side_by_side(old: str, new: str, context: int = CONTEXT) -> list[Row]:
     """Aligned rows; runs of equal lines keep `context` lines around changes."""
     a, b = bare_lines(old), bare_lines(new)
-    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
+    matcher = difflib.SequenceMatcher(None, a, b)
     ops = matcher.get_opcodes()
     if all(op[0] == "equal" for op in ops):
         return []

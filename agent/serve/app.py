@@ -45,15 +45,12 @@ class Desk:
     """
 
     place: Place
+    queries: Queries
     who: str
     secrets: Secrets
     templates: Environment = field(default_factory=lambda: environment(FOLDER))
     kept: dict[tuple[Any, ...], RunPage] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def queries(self) -> Queries:
-        return Queries(Store(self.place.db), self.place.workspace)
 
     def render(self, name: str, status: int = 200, **values: Any) -> Response:
         return HTMLResponse(self.templates.get_template(name).render(**values), status)
@@ -75,7 +72,7 @@ class Desk:
 
 def build(place: Place, who: str, secrets: Secrets) -> Starlette:
     """The application. Raises Corrupt for a record that is none."""
-    desk = Desk(place, who, secrets)
+    desk = Desk(place, Queries(Store(place.db), place.workspace), who, secrets)
 
     def bound(work: Callable[[Desk, Request], Response]) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:

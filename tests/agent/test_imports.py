@@ -67,6 +67,10 @@ def test_each_library_stays_where_it_belongs(path: Path) -> None:
         assert name.startswith("agent/store/")
     if "click" in used:
         assert name == "agent/cli.py" or name.startswith("agent/commands/")
+    if "matplotlib" in used:
+        assert name.startswith("agent/report/")
+    if "starlette" in used:
+        assert name.startswith(("agent/serve/", "agent/mcp"))
     if "rich" in used:
         assert name == "agent/render.py" or name.startswith("agent/commands/")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,13 @@ def test_side_by_side_shows_every_changed_line_once(pair: tuple[str, str]) -> No
         if r.right_no is not None:
             assert bare_lines(new)[r.right_no - 1] == r.right
         assert (r.kind == "same") == (r.left is not None and r.left == r.right)
+
+
+def test_a_source_of_blank_lines_does_not_keep_the_reviewer_waiting() -> None:
+    blank = "\n" * 6000
+    began = time.perf_counter()
+    rows = side_by_side(blank + "a" + blank, blank + "b")
+    assert rows and time.perf_counter() - began < 15
 
 
 def test_equal_texts_have_no_diff_and_counts_ignore_headers() -> None:
