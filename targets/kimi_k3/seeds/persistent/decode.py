@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
-from targets.kimi_k3.seeds.common import add_bf16x2, high, low, pack_bf16, round_bf16, smem
+from targets.kimi_k3.seeds.common import add_bf16x2, round_bf16, smem
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
     arrive,
@@ -94,35 +94,35 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
     d = op.d
     it, routed = Int32(0), Int32(0)
     prefetch(c, Int32(0), op)
-    for l in cutlass.range(d.layers, unroll=1):
-        if l + 1 < d.layers:
-            prefetch(c, l + 1, op)
-        what = Int32(field(c, l, F["kind"], COUNT))
+    for layer in cutlass.range(d.layers, unroll=1):
+        if layer + 1 < d.layers:
+            prefetch(c, layer + 1, op)
+        what = Int32(field(c, layer, F["kind"], COUNT))
         if cutlass.const_expr("K" in d.attn):
             if what & IS_MLA == 0:
                 first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
-                source = field(c, l, F["in_proj"], COUNT) + Int64(first) * op.wide.row_bytes
+                source = field(c, layer, F["in_proj"], COUNT) + Int64(first) * op.wide.row_bytes
                 it = fill(c, it, source, n, op.wide, op)
                 g = op.rows(d.kda_dim)
                 first, n = share(d.hidden, c.cta, op.ctas)
-                source = field(c, l, F["o_proj"], COUNT) + Int64(first) * g.row_bytes
+                source = field(c, layer, F["o_proj"], COUNT) + Int64(first) * g.row_bytes
                 it = fill(c, it, source, n, g, op)
         if cutlass.const_expr("M" in d.attn):
             if what & IS_MLA != 0:
-                it = fill_mla(c, l, it, cache_of(io.lengths, io.table, io.mapping, op), op)
+                it = fill_mla(c, layer, it, cache_of(io.lengths, io.table, io.mapping, op), op)
         if cutlass.const_expr("D" in d.ffn):
             if what & IS_DENSE != 0:
-                it = fill_dense(c, l, it, op)
+                it = fill_dense(c, layer, it, op)
         if cutlass.const_expr("E" in d.ffn):
             if what & IS_DENSE == 0:
-                it = fill_moe(c, l, it, routed, op)
+                it = fill_moe(c, layer, it, routed, op)
                 routed += 1
 
 
 @cute.jit
 def kda(
     c: Ctx,
-    l: Int32,
+    layer: Int32,
     it: Int32,
     edge: Int32,
     rX: cute.Tensor,
@@ -138,25 +138,25 @@ def kda(
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
         ws.proj[first + i] = gathered(c, i, op.wide.width).to(BFloat16)
-    state = load_early(c, l, p, op)
+    state = load_early(c, layer, p, op)
     arrive(c, op)
     edge += 1
     wait(c, edge, op)
-    update(c, l, p, state, ws.proj, ws.o, op)
+    update(c, layer, p, state, ws.proj, ws.o, op)
     arrive(c, op)
     edge += 1
     wait(c, edge, op)
     g = op.rows(d.kda_dim)
     rO = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    gated(c, l, p.slot, ws.proj, ws.o, rO, op)
-    it = out_projection(c, l, it, rO, ws, g, op)
+    gated(c, layer, p.slot, ws.proj, ws.o, rO, op)
+    it = out_projection(c, layer, it, rO, ws, g, op)
     return it, edge
 
 
 @cute.jit
 def out_projection(
     c: Ctx,
-    l: Int32,
+    layer: Int32,
     it: Int32,
     rO: cute.Tensor,
     ws: Space,
@@ -173,36 +173,36 @@ def out_projection(
         if cutlass.const_expr(d.ranks > 1):
             y = (
                 round_bf16(y)
-                + at(Float32, field(c, l, F["remote_attn"], COUNT), d.hidden)[first + i]
+                + at(Float32, field(c, layer, F["remote_attn"], COUNT), d.hidden)[first + i]
             )
         ws.attn[first + i] = y.to(BFloat16)
     return it
 
 
 @cute.jit
-def add_delta(c: Ctx, l: Int32, rP: cute.Tensor, io: Io, ws: Space, op: cutlass.Constexpr):
-    """rP <- bf(rP + delta): the FFN output of layer l - 1, other ranks' columns gathered."""
+def add_delta(c: Ctx, layer: Int32, rP: cute.Tensor, io: Io, ws: Space, op: cutlass.Constexpr):
+    """rP <- bf(rP + delta): the FFN output of the layer before, other ranks' columns gathered."""
     d, g = op.d, op.wide
     rD = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     rD.fill(0)
     for v in cutlass.range_constexpr(g.per):
         i = vector(c, v, g)
         if i < g.vecs:
-            if l == 0:
+            if layer == 0:
                 if cutlass.const_expr(d.first > 0):
                     words_at(io.delta.iterator.toint(), i, rD[None, v])
             else:
                 own = i < d.hidden_local // 8
                 if cutlass.const_expr(d.ranks > 1):
-                    what = Int32(field(c, l - 1, F["kind"], COUNT))
+                    what = Int32(field(c, layer - 1, F["kind"], COUNT))
                     if own or what & IS_DENSE != 0:
                         words_at(ws.delta.iterator.toint(), i, rD[None, v])
                     else:
-                        remote = field(c, l - 1, F["remote_delta"], COUNT)
+                        remote = field(c, layer - 1, F["remote_delta"], COUNT)
                         words_at(remote, i - d.hidden_local // 8, rD[None, v])
                 else:
                     words_at(ws.delta.iterator.toint(), i, rD[None, v])
-    if l > 0 or d.first > 0:
+    if layer > 0 or d.first > 0:
         for v in cutlass.range_constexpr(g.per):
             for e in cutlass.range_constexpr(4):
                 rP[e, v] = add_bf16x2(rP[e, v], rD[e, v])
@@ -233,39 +233,39 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
         if vector(c, v, g) < g.vecs:
             words_at(io.x0.iterator.toint(), vector(c, v, g), rP[None, v])
     it, edge, routed = Int32(0), Int32(0), Int32(0)
-    for l in cutlass.range(d.layers, unroll=1):
-        layer = l + d.first
-        opens = layer % d.block == 0
-        sources = (layer + d.block - 1) // d.block
-        what = Int32(field(c, l, F["kind"], COUNT))
+    for layer in cutlass.range(d.layers, unroll=1):
+        depth = layer + d.first
+        opens = depth % d.block == 0
+        sources = (depth + d.block - 1) // d.block
+        what = Int32(field(c, layer, F["kind"], COUNT))
         first = early(
-            c, banks, sources, field(c, l, F["attn_res_norm"], COUNT), field(c, l, F["attn_res_proj"], COUNT),
-            field(c, l, F["attn_norm"], COUNT), op,
+            c, banks, sources, field(c, layer, F["attn_res_norm"], COUNT), field(c, layer, F["attn_res_proj"], COUNT),
+            field(c, layer, F["attn_norm"], COUNT), op,
         )  # fmt: skip
-        if l > 0:
+        if layer > 0:
             edge += 1
             wait(c, edge, op)
-        add_delta(c, l, rP, io, ws, op)
+        add_delta(c, layer, rP, io, ws, op)
         if cutlass.const_expr(d.bank_rows > d.bank_old):
             if opens:
-                store_wide(c, rP, new + Int64((layer // d.block - d.bank_old) * d.hidden * 2), op)
+                store_wide(c, rP, new + Int64((depth // d.block - d.bank_old) * d.hidden * 2), op)
         late(c, rP, first, sources, False, rX, op)
         if cutlass.const_expr("K" in d.attn):
             if what & IS_MLA == 0:
-                it, edge = kda(c, l, it, edge, rX, io, ws, op)
+                it, edge = kda(c, layer, it, edge, rX, io, ws, op)
         if cutlass.const_expr("M" in d.attn):
             if what & IS_MLA != 0:
                 cache = cache_of(io.lengths, io.table, io.mapping, op)
-                it, edge = mla(c, l, it, edge, rX, cache, (ws.proj, ws.mla), op)
+                it, edge = mla(c, layer, it, edge, rX, cache, (ws.proj, ws.mla), op)
                 go = op.rows(d.mla_dim)
                 rO = cute.make_rmem_tensor(cute.make_layout((4, go.per)), Uint32)
                 load_x(c, ws.mla.out, rO, go)
-                it = out_projection(c, l, it, rO, ws, go, op)
+                it = out_projection(c, layer, it, rO, ws, go, op)
         arrive(c, op)
         restart = Int32(1) if opens else Int32(0)
         second = early(
-            c, banks, sources + restart, field(c, l, F["mlp_res_norm"], COUNT), field(c, l, F["mlp_res_proj"], COUNT),
-            field(c, l, F["mlp_norm"], COUNT), op,
+            c, banks, sources + restart, field(c, layer, F["mlp_res_norm"], COUNT), field(c, layer, F["mlp_res_proj"], COUNT),
+            field(c, layer, F["mlp_norm"], COUNT), op,
         )  # fmt: skip
         edge += 1
         wait(c, edge, op)
@@ -280,11 +280,11 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
         late(c, rP, second, sources + restart, False, rX, op)
         if cutlass.const_expr("D" in d.ffn):
             if what & IS_DENSE != 0:
-                it, edge = dense(c, l, it, edge, rX, ws, op)
+                it, edge = dense(c, layer, it, edge, rX, ws, op)
         if cutlass.const_expr("E" in d.ffn):
             if what & IS_DENSE == 0:
                 mIds = at(Int32, io.ids.iterator.toint() + Int64(routed * d.topk * 4), d.topk)
-                it, edge = moe(c, l, it, edge, rX, ws, mIds, op)
+                it, edge = moe(c, layer, it, edge, rX, ws, mIds, op)
                 routed += 1
         arrive(c, op)
     last = early(
@@ -369,8 +369,8 @@ def workspace(dims, cfg):
     if "M" in dims.attn:
         h, ctas = dims.mla_heads, shape(dims, cfg).ctas
         found |= {
-            "q": bf(h * (dims.qk_nope + dims.qk_rope)), "query": bf(h * dims.kv_dim), "sums": f32(ctas * h * dims.kv_lora),
-            "stats": f32(ctas * h * 2), "lat": bf(h * dims.kv_lora), "values": bf(dims.mla_dim),
+            "q": bf(h * (dims.qk_nope + dims.qk_rope)), "query": bf(h * dims.kv_dim),
+            "sums": f32(ctas * h * dims.kv_lora), "stats": f32(ctas * h * 2), "lat": bf(h * dims.kv_lora), "values": bf(dims.mla_dim),
         }  # fmt: skip
     return found
 

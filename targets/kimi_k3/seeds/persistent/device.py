@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import high, lanes_sum, low
 from targets.kimi_k3.seeds.persistent.plan import STRIDE

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
-from targets.kimi_k3.seeds.common import high, lanes_sum, low, pack_bf16, round_bf16, sigmoid, silu
+from targets.kimi_k3.seeds.common import lanes_sum, pack_bf16, round_bf16, sigmoid, silu
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
     at,
@@ -72,7 +72,7 @@ def channel(c: Ctx, p: Place, i: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
-def load_early(c: Ctx, l: Int32, p: Place, op: cutlass.Constexpr):
+def load_early(c: Ctx, layer: Int32, p: Place, op: cutlass.Constexpr):
     d = op.d
     turns, looks = -(-op.state_rows // op.warps), -(-HEAD // (2 * op.warps))
     rS = cute.make_rmem_tensor(cute.make_layout((4, turns)), Float32)
@@ -86,34 +86,42 @@ def load_early(c: Ctx, l: Int32, p: Place, op: cutlass.Constexpr):
     rate, bias = Float32(0.0), Float32(0.0)
     if p.head >= 0:
         safe = p.slot if p.slot > 0 else Int32(0)
-        state = field(c, l, F["state_S"], COUNT) + Int64(safe) * (4 * d.kda_heads * HEAD * HEAD)
+        state = field(c, layer, F["state_S"], COUNT) + Int64(safe) * (4 * d.kda_heads * HEAD * HEAD)
         for j in cutlass.range_constexpr(turns):
             row = c.warp + j * op.warps
             if row < p.count:
                 gRow = at(Float32, state + Int64((p.head * HEAD + p.first + row) * 512), HEAD)
                 cute.autovec_copy(cute.local_tile(gRow, (4,), (c.lane,)), rS[None, j])
-        f_b = field(c, l, F["f_b"], COUNT) + Int64(p.head * HEAD * 256)
+        f_b = field(c, layer, F["f_b"], COUNT) + Int64(p.head * HEAD * 256)
         for j in cutlass.range_constexpr(looks):
             row = (c.warp + j * op.warps) * 2 + c.lane // 16
             if row < HEAD:
                 words_at(f_b, row * 16 + c.lane % 16, rF[None, j])
         if c.tid < 2 * HEAD + p.count:
             ch = channel(c, p, c.tid, op)
-            taps = field(c, l, F["state_conv"], COUNT) + Int64(safe) * (18 * d.kda_dim)
+            taps = field(c, layer, F["state_conv"], COUNT) + Int64(safe) * (18 * d.kda_dim)
             gTap = at(BFloat16, taps, 9 * d.kda_dim)
             for k in cutlass.range_constexpr(3):
                 rT[k] = gTap[3 * d.kda_dim * k + ch]
-            gConv = at(Float32, field(c, l, F["conv"], COUNT), 12 * d.kda_dim)
+            gConv = at(Float32, field(c, layer, F["conv"], COUNT), 12 * d.kda_dim)
             cute.autovec_copy(cute.local_tile(gConv, (4,), (ch,)), rC)
-        rate = cute.math.exp(at(Float32, field(c, l, F["A_log"], COUNT), d.kda_heads)[p.head])
+        rate = cute.math.exp(at(Float32, field(c, layer, F["A_log"], COUNT), d.kda_heads)[p.head])
         if c.tid < HEAD:
-            bias = at(Float32, field(c, l, F["dt_bias"], COUNT), d.kda_dim)[p.head * HEAD + c.tid]
+            bias = at(Float32, field(c, layer, F["dt_bias"], COUNT), d.kda_dim)[
+                p.head * HEAD + c.tid
+            ]
     return State(rS, rF, rC, rT, bias, rate)
 
 
 @cute.jit
 def update(
-    c: Ctx, l: Int32, p: Place, s: State, mY: cute.Tensor, mO: cute.Tensor, op: cutlass.Constexpr
+    c: Ctx,
+    layer: Int32,
+    p: Place,
+    s: State,
+    mY: cute.Tensor,
+    mO: cute.Tensor,
+    op: cutlass.Constexpr,
 ):
     """From the projection mY to o of this CTA's rows, mO f32 [D]; writes the state and the taps."""
     d = op.d
@@ -128,7 +136,7 @@ def update(
             u += s.taps[2].to(Float32) * s.conv[2] + x.to(Float32) * s.conv[3]
             sU[c.tid] = silu(u)
             if live and (p.slice == 0 or c.tid >= 2 * HEAD):
-                taps = field(c, l, F["state_conv"], COUNT) + Int64(p.slot) * (18 * d.kda_dim)
+                taps = field(c, layer, F["state_conv"], COUNT) + Int64(p.slot) * (18 * d.kda_dim)
                 gTap = at(BFloat16, taps, 9 * d.kda_dim)
                 gTap[ch] = s.taps[1]
                 gTap[3 * d.kda_dim + ch] = s.taps[2]
@@ -154,7 +162,7 @@ def update(
             sRaw[c.tid] = cute.math.exp(-5.0 * gate)
         consumers(op)
         beta = sigmoid(mY[4 * d.kda_dim + HEAD + p.head].to(Float32))
-        rows_update(c, l, p, s, (sU, sRaw, beta), mO, op)
+        rows_update(c, layer, p, s, (sU, sRaw, beta), mO, op)
     else:
         consumers(op)
         consumers(op)
@@ -162,7 +170,7 @@ def update(
 
 @cute.jit
 def rows_update(
-    c: Ctx, l: Int32, p: Place, s: State, given: tuple, mO: cute.Tensor, op: cutlass.Constexpr
+    c: Ctx, layer: Int32, p: Place, s: State, given: tuple, mO: cute.Tensor, op: cutlass.Constexpr
 ):
     sU, sDecay, beta = given
     rQ = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
@@ -180,7 +188,9 @@ def rows_update(
     for e in cutlass.range_constexpr(4):
         rQ[e] = rQ[e] * q2
         rK[e] = rK[e] * k2
-    state = field(c, l, F["state_S"], COUNT) + Int64(p.slot) * (4 * op.d.kda_heads * HEAD * HEAD)
+    state = field(c, layer, F["state_S"], COUNT) + Int64(p.slot) * (
+        4 * op.d.kda_heads * HEAD * HEAD
+    )
     for j in cutlass.range_constexpr(-(-op.state_rows // op.warps)):
         row = c.warp + j * op.warps
         if row < p.count:
@@ -203,7 +213,7 @@ def rows_update(
 @cute.jit
 def gated(
     c: Ctx,
-    l: Int32,
+    layer: Int32,
     slot: Int32,
     mY: cute.Tensor,
     mO: cute.Tensor,
@@ -222,7 +232,7 @@ def gated(
     if i < g.vecs:
         cute.autovec_copy(cute.local_tile(mO, (8,), (i,)), rO)
         cute.autovec_copy(cute.local_tile(mY, (8,), (3 * d.kda_dim // 8 + i,)), rG)
-    words_at(field(c, l, F["o_norm"], COUNT), i % 16, rN)
+    words_at(field(c, layer, F["o_norm"], COUNT), i % 16, rN)
     unpack(rN, rNf)
     square = Float32(0.0)
     for e in cutlass.range_constexpr(8):

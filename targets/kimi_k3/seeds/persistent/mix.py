@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import high, low, pack_bf16
 from targets.kimi_k3.seeds.persistent.device import (
@@ -15,7 +15,6 @@ from targets.kimi_k3.seeds.persistent.device import (
     consumers,
     put,
     take,
-    unpack,
     vector,
     words_at,
 )

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import lanes_max, lanes_sum, round_bf16, sigmoid
+from targets.kimi_k3.seeds.mla import mma_16x32
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
     arrive,
@@ -69,12 +70,12 @@ def cache_of(lengths: cute.Tensor, table: cute.Tensor, mapping: cute.Tensor, op:
 
 
 @cute.jit
-def fill_cache(c: Ctx, l: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr):
+def fill_cache(c: Ctx, layer: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr):
     """This CTA's pages, `cache_rows` tokens a stage."""
     d = op.d
     size = d.page * d.kv_dim * 2
     for p in cutlass.range(c.cta, cache.pages, op.ctas, unroll=1):
-        source = field(c, l, F["kv"], COUNT) + Int64(cache.table[p]) * size
+        source = field(c, layer, F["kv"], COUNT) + Int64(cache.table[p]) * size
         for j in cutlass.range_constexpr(op.cache_stages):
             part = min(op.cache_rows, d.page - j * op.cache_rows) * d.kv_dim * 2
             s = stage_free(c, it, op)
@@ -85,25 +86,30 @@ def fill_cache(c: Ctx, l: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr)
 
 
 @cute.jit
-def fill_mla(c: Ctx, l: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr):
+def fill_mla(c: Ctx, layer: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr):
     d = op.d
     first, n = share(d.a_proj_rows, c.cta, op.ctas)
     it = fill(
-        c, it, field(c, l, F["a_proj"], COUNT) + Int64(first) * op.wide.row_bytes, n, op.wide, op
+        c,
+        it,
+        field(c, layer, F["a_proj"], COUNT) + Int64(first) * op.wide.row_bytes,
+        n,
+        op.wide,
+        op,
     )
     g = op.rows(d.q_lora)
     first, n = share(d.mla_heads * (d.qk_nope + d.qk_rope), c.cta, op.ctas)
-    it = fill(c, it, field(c, l, F["q_b"], COUNT) + Int64(first) * g.row_bytes, n, g, op)
-    it = fill_cache(c, l, it, cache, op)
+    it = fill(c, it, field(c, layer, F["q_b"], COUNT) + Int64(first) * g.row_bytes, n, g, op)
+    it = fill_cache(c, layer, it, cache, op)
     g = op.rows(d.kv_lora)
     head = c.cta // op.slices
     if head < d.mla_heads:
         first, n = share(d.v_dim, c.cta % op.slices, op.slices)
-        source = field(c, l, F["w_uv"], COUNT) + Int64(head * d.v_dim + first) * g.row_bytes
+        source = field(c, layer, F["w_uv"], COUNT) + Int64(head * d.v_dim + first) * g.row_bytes
         it = fill(c, it, source, n, g, op)
     g = op.rows(d.mla_dim)
     first, n = share(d.hidden, c.cta, op.ctas)
-    return fill(c, it, field(c, l, F["o_proj"], COUNT) + Int64(first) * g.row_bytes, n, g, op)
+    return fill(c, it, field(c, layer, F["o_proj"], COUNT) + Int64(first) * g.row_bytes, n, g, op)
 
 
 # ---- consumers
@@ -134,14 +140,14 @@ def part_of(mX: cute.Tensor, first: cutlass.Constexpr, n: cutlass.Constexpr):
 
 
 @cute.jit
-def new_row(c: Ctx, l: Int32, proj: cute.Tensor, op: cutlass.Constexpr):
+def new_row(c: Ctx, layer: Int32, proj: cute.Tensor, op: cutlass.Constexpr):
     """The pool's first kv_dim values: the new token's cache row."""
     d = op.d
     g = op.rows(d.kv_lora)
     sNew = view(c, BFloat16, 0, d.kv_dim)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     sWord = cute.recast_tensor(sNew, Uint32)
-    normed(c, part_of(proj, d.q_lora, d.kv_lora), field(c, l, F["kv_a_norm"], COUNT), rX, g, op)
+    normed(c, part_of(proj, d.q_lora, d.kv_lora), field(c, layer, F["kv_a_norm"], COUNT), rX, g, op)
     if c.warp < g.width:
         for v in cutlass.range_constexpr(g.per):
             i = vector(c, v, g)
@@ -152,7 +158,7 @@ def new_row(c: Ctx, l: Int32, proj: cute.Tensor, op: cutlass.Constexpr):
 
 
 @cute.jit
-def load_uk(c: Ctx, l: Int32, op: cutlass.Constexpr):
+def load_uk(c: Ctx, layer: Int32, op: cutlass.Constexpr):
     """This thread's part of W_UK: eight columns, every `groups`-th row of the head; words [4, turns]."""
     d = op.d
     vectors = most(d.kv_lora // 8, op.slices)
@@ -164,7 +170,7 @@ def load_uk(c: Ctx, l: Int32, op: cutlass.Constexpr):
     first, n = share(d.kv_lora // 8, c.cta % op.slices, op.slices)
     v, group = c.tid % vectors, c.tid // vectors
     if head < d.mla_heads and v < n and group < groups:
-        base = field(c, l, F["w_uk"], COUNT) + Int64(head * d.qk_nope * d.kv_lora * 2)
+        base = field(c, layer, F["w_uk"], COUNT) + Int64(head * d.qk_nope * d.kv_lora * 2)
         for j in cutlass.range_constexpr(turns):
             row = group + j * groups
             if row < d.qk_nope:
@@ -233,7 +239,7 @@ def token_at(c: Ctx, it: Int32, token: Int32, op: cutlass.Constexpr):
 
 @cute.jit
 def patch(
-    c: Ctx, l: Int32, it: Int32, page: Int32, left: Int32, cache: Cache, op: cutlass.Constexpr
+    c: Ctx, layer: Int32, it: Int32, page: Int32, left: Int32, cache: Cache, op: cutlass.Constexpr
 ):
     """The new row in its place, in the ring and in the cache; rows beyond the context become zero."""
     d = op.d
@@ -243,7 +249,7 @@ def patch(
     physical = cache.table[page]
     if cache.row >= 0 and cache.row // d.page == physical:
         place = token_at(c, it, cache.row % d.page, op)
-        gRow = field(c, l, F["kv"], COUNT) + Int64(cache.row) * (2 * d.kv_dim)
+        gRow = field(c, layer, F["kv"], COUNT) + Int64(cache.row) * (2 * d.kv_dim)
         for i in cutlass.range(c.tid, vecs, op.threads, unroll=1):
             cute.autovec_copy(cute.local_tile(sNew, (4,), (i,)), rW)
             cute.autovec_copy(rW, cute.local_tile(c.ring, (4,), (place + i,)))
@@ -352,7 +358,7 @@ def weigh(
 
 
 @cute.jit
-def attend(c: Ctx, l: Int32, it: Int32, cache: Cache, ms: MlaSpace, op: cutlass.Constexpr):
+def attend(c: Ctx, layer: Int32, it: Int32, cache: Cache, ms: MlaSpace, op: cutlass.Constexpr):
     """ms.sums, ms.stats of this CTA's pages for all heads; a CTA without pages has statistics (-inf, 0)."""
     d = op.d
     each = op.value_each
@@ -378,7 +384,7 @@ def attend(c: Ctx, l: Int32, it: Int32, cache: Cache, ms: MlaSpace, op: cutlass.
         for j in cutlass.range_constexpr(op.cache_stages):
             stage_full(c, it + j, op)
         left = cache.length - p * d.page
-        patch(c, l, it, p, left, cache, op)
+        patch(c, layer, it, p, left, cache, op)
         scores(c, it, sQ, op)
         consumers(op)
         soften(c, left, sP, sState, op)
@@ -480,7 +486,7 @@ def values(
 
 
 @cute.jit
-def orphan(c: Ctx, l: Int32, cache: Cache, op: cutlass.Constexpr):
+def orphan(c: Ctx, layer: Int32, cache: Cache, op: cutlass.Constexpr):
     """The first CTA inserts the new row when its page is out of sight, so that nobody else does."""
     d = op.d
     if c.cta == 0 and cache.row >= 0:
@@ -493,7 +499,9 @@ def orphan(c: Ctx, l: Int32, cache: Cache, op: cutlass.Constexpr):
         if take(c, 0, op.warps) == 0.0:
             sNew = view(c, BFloat16, 0, d.kv_dim)
             gRow = at(
-                BFloat16, field(c, l, F["kv"], COUNT) + Int64(cache.row) * (2 * d.kv_dim), d.kv_dim
+                BFloat16,
+                field(c, layer, F["kv"], COUNT) + Int64(cache.row) * (2 * d.kv_dim),
+                d.kv_dim,
             )
             for i in cutlass.range(c.tid, d.kv_dim, op.threads, unroll=1):
                 gRow[i] = sNew[i]
@@ -502,7 +510,7 @@ def orphan(c: Ctx, l: Int32, cache: Cache, op: cutlass.Constexpr):
 @cute.jit
 def mla(
     c: Ctx,
-    l: Int32,
+    layer: Int32,
     it: Int32,
     edge: Int32,
     rX: cute.Tensor,
@@ -523,23 +531,23 @@ def mla(
     wait(c, edge, op)
     g = op.rows(d.q_lora)
     rQ = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    normed(c, part_of(proj, 0, d.q_lora), field(c, l, F["q_a_norm"], COUNT), rQ, g, op)
+    normed(c, part_of(proj, 0, d.q_lora), field(c, layer, F["q_a_norm"], COUNT), rQ, g, op)
     first, n = share(d.mla_heads * (d.qk_nope + d.qk_rope), c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rQ, g, op)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
         ms.q[first + i] = gathered(c, i, g.width).to(BFloat16)
     arrive(c, op)
-    rUk = load_uk(c, l, op)
-    new_row(c, l, proj, op)
+    rUk = load_uk(c, layer, op)
+    new_row(c, layer, proj, op)
     edge += 1
     wait(c, edge, op)
     absorb(c, rUk, ms, op)
     arrive(c, op)
     edge += 1
-    orphan(c, l, cache, op)
+    orphan(c, layer, cache, op)
     wait(c, edge, op)
-    it = attend(c, l, it, cache, ms, op)
+    it = attend(c, layer, it, cache, ms, op)
     arrive(c, op)
     edge += 1
     wait(c, edge, op)

@@ -59,18 +59,18 @@ class Space(NamedTuple):
 
 
 @cute.jit
-def fill_front(c: Ctx, l: Int32, it: Int32, op: cutlass.Constexpr):
+def fill_front(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     d = op.d
     for name, rows in (("router", d.router_rows), ("latent_down", d.latent_rows)):
         first, n = share(rows, c.cta, op.ctas)
-        source = field(c, l, F[name], COUNT) + Int64(first) * op.wide.row_bytes
+        source = field(c, layer, F[name], COUNT) + Int64(first) * op.wide.row_bytes
         it = fill(c, it, source, n, op.wide, op)
     g = op.rows(d.hidden, pair=True)
     first, n = share(d.shared_dim, c.cta, op.ctas)
-    source = field(c, l, F["shared_gate_up"], COUNT) + Int64(first) * g.row_bytes
+    source = field(c, layer, F["shared_gate_up"], COUNT) + Int64(first) * g.row_bytes
     it = fill_pairs(c, it, source, Int64(d.shared_dim * g.row_bytes), n, g, op)
     g = op.rows(d.shared_dim)
-    shared = field(c, l, F["shared_down"], COUNT)
+    shared = field(c, layer, F["shared_down"], COUNT)
     first, n = share(d.hidden_local, c.cta, op.ctas)
     it = fill(c, it, shared + Int64(first) * g.row_bytes, n, g, op)
     if cutlass.const_expr(d.hidden > d.hidden_local):
@@ -80,7 +80,7 @@ def fill_front(c: Ctx, l: Int32, it: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
-def fill_up(c: Ctx, l: Int32, it: Int32, op: cutlass.Constexpr):
+def fill_up(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     """w1 and w3 rows of the routed experts: stages [w1 codes | w3 codes | w1 scales | w3 scales]."""
     d, g = op.d, op.up
     first, n = share(d.topk * d.expert_dim, c.cta, op.ctas, g.unit)
@@ -95,8 +95,8 @@ def fill_up(c: Ctx, l: Int32, it: Int32, op: cutlass.Constexpr):
         cute.arch.mbarrier_arrive_and_expect_tx(c.full + s, 2 * n * (g.code_bytes + g.scale_bytes))
         for half in cutlass.range_constexpr(2):
             name = "w3" if half else "w1"
-            codes = field(c, l, F[name], COUNT) + source * g.code_bytes
-            scales = field(c, l, F[name + "_scale"], COUNT) + source * g.scale_bytes
+            codes = field(c, layer, F[name], COUNT) + source * g.code_bytes
+            scales = field(c, layer, F[name + "_scale"], COUNT) + source * g.scale_bytes
             bulk(c, s, Int32(half * g.chunk * g.code_bytes), codes, n * g.code_bytes, op)
             at_scale = 2 * g.chunk * g.code_bytes + half * g.chunk * g.scale_bytes
             bulk(c, s, Int32(at_scale), scales, n * g.scale_bytes, op)
@@ -106,7 +106,7 @@ def fill_up(c: Ctx, l: Int32, it: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
-def fill_down(c: Ctx, l: Int32, it: Int32, op: cutlass.Constexpr):
+def fill_down(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     """This CTA's rows of w2 of every routed expert, `down_slots` experts a stage: [codes | scales] each."""
     d, g = op.d, op.down
     first, n = share(d.latent, c.cta, op.ctas, g.unit)
@@ -119,8 +119,8 @@ def fill_down(c: Ctx, l: Int32, it: Int32, op: cutlass.Constexpr):
         )
         for k in cutlass.range(many, unroll=1):
             source = Int64(c.ids[start + k]) * d.latent + first
-            codes = field(c, l, F["w2"], COUNT) + source * g.code_bytes
-            scales = field(c, l, F["w2_scale"], COUNT) + source * g.scale_bytes
+            codes = field(c, layer, F["w2"], COUNT) + source * g.code_bytes
+            scales = field(c, layer, F["w2_scale"], COUNT) + source * g.scale_bytes
             bulk(c, s, k * piece, codes, n * g.code_bytes, op)
             bulk(c, s, k * piece + op.down_rows * g.code_bytes, scales, n * g.scale_bytes, op)
         it += 1
@@ -128,29 +128,29 @@ def fill_down(c: Ctx, l: Int32, it: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
-def fill_moe(c: Ctx, l: Int32, it: Int32, turn: Int32, op: cutlass.Constexpr):
+def fill_moe(c: Ctx, layer: Int32, it: Int32, turn: Int32, op: cutlass.Constexpr):
     """All of one FFN; waits for the routing, number `turn` of the launch, before the routed experts."""
     d = op.d
-    it = fill_front(c, l, it, op)
+    it = fill_front(c, layer, it, op)
     cute.arch.mbarrier_wait(c.routed, turn & 1)
-    it = fill_up(c, l, it, op)
-    it = fill_down(c, l, it, op)
+    it = fill_up(c, layer, it, op)
+    it = fill_down(c, layer, it, op)
     g = op.rows(d.latent)
     first, n = share(d.hidden_local, c.cta, op.ctas)
-    source = field(c, l, F["latent_up"], COUNT) + Int64(first) * g.row_bytes
+    source = field(c, layer, F["latent_up"], COUNT) + Int64(first) * g.row_bytes
     return fill(c, it, source, n, g, op)
 
 
 @cute.jit
-def fill_dense(c: Ctx, l: Int32, it: Int32, op: cutlass.Constexpr):
+def fill_dense(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     d = op.d
     g = op.rows(d.hidden, pair=True)
     first, n = share(d.dense_dim, c.cta, op.ctas)
-    source = field(c, l, F["dense_gate_up"], COUNT) + Int64(first) * g.row_bytes
+    source = field(c, layer, F["dense_gate_up"], COUNT) + Int64(first) * g.row_bytes
     it = fill_pairs(c, it, source, Int64(d.dense_dim * g.row_bytes), n, g, op)
     g = op.rows(d.dense_dim)
     first, n = share(d.hidden, c.cta, op.ctas)
-    source = field(c, l, F["dense_down"], COUNT) + Int64(first) * g.row_bytes
+    source = field(c, layer, F["dense_down"], COUNT) + Int64(first) * g.row_bytes
     return fill(c, it, source, n, g, op)
 
 
@@ -167,7 +167,7 @@ def situ_pair(c: Ctx, row: Int32, width: cutlass.Constexpr):
 
 @cute.jit
 def dense(
-    c: Ctx, l: Int32, it: Int32, edge: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr
+    c: Ctx, layer: Int32, it: Int32, edge: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr
 ):
     """The FFN of a layer without experts; ws.delta is complete at the next edge."""
     d = op.d
@@ -191,7 +191,7 @@ def dense(
         if cutlass.const_expr(d.ranks > 1):
             y = (
                 round_bf16(y)
-                + at(Float32, field(c, l, F["remote_dense"], COUNT), d.hidden)[first + i]
+                + at(Float32, field(c, layer, F["remote_dense"], COUNT), d.hidden)[first + i]
             )
         ws.delta[first + i] = y.to(BFloat16)
     return it, edge
@@ -230,7 +230,7 @@ def normalise(c: Ctx, rX: cute.Tensor, norm: Int64, g: cutlass.Constexpr, op: cu
 
 
 @cute.jit
-def front(c: Ctx, l: Int32, it: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr):
+def front(c: Ctx, layer: Int32, it: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr):
     """Logits, latent and the shared expert's hidden vector, this CTA's share."""
     d, g = op.d, op.wide
     first_r, n_r = share(d.router_rows, c.cta, op.ctas)
@@ -252,34 +252,34 @@ def front(c: Ctx, l: Int32, it: Int32, rX: cute.Tensor, ws: Space, op: cutlass.C
 
 
 @cute.jit
-def logit(c: Ctx, l: Int32, e: Int32, ws: Space, op: cutlass.Constexpr):
+def logit(c: Ctx, layer: Int32, e: Int32, ws: Space, op: cutlass.Constexpr):
     x = Float32(0.0)
     if cutlass.const_expr(op.d.router_sharded and op.d.ranks > 1):
         own = op.d.router_rows
         if e < own:
             x = ws.logits[e]
         else:
-            x = at(Float32, field(c, l, F["remote_logits"], COUNT), op.d.experts - own)[e - own]
+            x = at(Float32, field(c, layer, F["remote_logits"], COUNT), op.d.experts - own)[e - own]
     else:
         x = ws.logits[e]
     return x
 
 
 @cute.jit
-def choose(c: Ctx, l: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Constexpr):
-    """c.ids, c.weights = the routing, in every CTA for itself: each warp sorts out its own best, then they are ranked."""
+def choose(c: Ctx, layer: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Constexpr):
+    """c.ids, c.weights = the routing, made by every CTA: each warp sorts out its own best, then they are ranked."""
     d = op.d
     each = -(-d.experts // op.warps)
     slots = -(-each // 32)
     best_of = min(d.topk, each)
-    gBias = at(Float32, field(c, l, F["router_bias"], COUNT), d.experts)
+    gBias = at(Float32, field(c, layer, F["router_bias"], COUNT), d.experts)
     first = c.warp * each + c.lane
     rKey = cute.make_rmem_tensor(cute.make_layout((slots,)), Uint32)
     for j in cutlass.range_constexpr(slots):
         e = first + 32 * j
         rKey[j] = Uint32(0)
         if c.lane + 32 * j < each and e < d.experts:
-            rKey[j] = order_key(sigmoid(logit(c, l, e, ws, op)) + gBias[e])
+            rKey[j] = order_key(sigmoid(logit(c, layer, e, ws, op)) + gBias[e])
     candidates = op.warps * best_of
     padded = -(-candidates // 8) * 8
     sKey = view(c, Uint32, 0, padded)
@@ -328,7 +328,7 @@ def choose(c: Ctx, l: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Constexpr
         e = Int32(0)
         if c.lane < d.topk:
             e = c.ids[c.lane]
-            s = sigmoid(logit(c, l, e, ws, op))
+            s = sigmoid(logit(c, layer, e, ws, op))
             z = s + gBias[e]
             s = Float32(0.0) if z != z else s
         total = lanes_sum(s, 32) + Float32(1e-20)
@@ -339,7 +339,7 @@ def choose(c: Ctx, l: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Constexpr
 
 
 @cute.jit
-def shared_down(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
+def shared_down(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
     """c.own = bf(shared partial + the others') of the columns whose up-projection this CTA makes; the rest is sent."""
     d = op.d
     g = op.rows(d.shared_dim)
@@ -351,8 +351,8 @@ def shared_down(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
         first_s, n_s = share(d.hidden - d.hidden_local, c.cta, op.ctas)
         it = drain(c, it, n_s, n, rX, g, op)
         consumers(op)
-        gSend = at(BFloat16, field(c, l, F["send"], COUNT), d.hidden - d.hidden_local)
-        gRemote = at(Float32, field(c, l, F["remote_shared"], COUNT), d.hidden_local)
+        gSend = at(BFloat16, field(c, layer, F["send"], COUNT), d.hidden - d.hidden_local)
+        gRemote = at(Float32, field(c, layer, F["remote_shared"], COUNT), d.hidden_local)
         for i in cutlass.range(c.tid, n + n_s, op.threads, unroll=1):
             y = round_bf16(gathered(c, i, g.width))
             if i < n:
@@ -408,12 +408,12 @@ def group_scale(byte: Uint8):
 
 
 @cute.jit
-def experts_up(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
-    """ws.h [slot, row] = bf(SiTU(w1 l, w3 l)) of this CTA's pairs of rows."""
+def experts_up(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
+    """ws.h [slot, row] = bf(SiTU(w1 layer, w3 layer)) of this CTA's pairs of rows."""
     d, g = op.d, op.up
     x = op.rows(d.latent)
     rX = cute.make_rmem_tensor(cute.make_layout((4, x.per)), Uint32)
-    load_latent(c, l, ws, rX, x, op)
+    load_latent(c, layer, ws, rX, x, op)
     first, n = share(d.topk * d.expert_dim, c.cta, op.ctas, g.unit)
     at_row, end = first, first + n
     bytes_ = cute.recast_tensor(c.ring, Uint8)
@@ -459,7 +459,7 @@ def experts_up(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
 
 @cute.jit
 def load_latent(
-    c: Ctx, l: Int32, ws: Space, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr
+    c: Ctx, layer: Int32, ws: Space, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr
 ):
     """This thread's columns of the gathered latent, pairs in the order of `expand`; zero beyond the last."""
     d = op.d
@@ -471,12 +471,12 @@ def load_latent(
             words_at(ws.latent.iterator.toint(), i, rX[None, v])
         elif i < g.vecs:
             if cutlass.const_expr(d.latent_rows < d.latent):
-                words_at(field(c, l, F["remote_latent"], COUNT), i - own, rX[None, v])
+                words_at(field(c, layer, F["remote_latent"], COUNT), i - own, rX[None, v])
         pair_up(rX[None, v])
 
 
 @cute.jit
-def experts_down(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
+def experts_down(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
     """ws.z = bf(bf(sum over slots of w_e bf(w2_e h)) + the others') of this CTA's rows.
 
     A warp has four rows of one expert at a time.
@@ -547,20 +547,20 @@ def experts_down(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
         if cutlass.const_expr(d.ranks > 1):
             total = (
                 round_bf16(total)
-                + at(Float32, field(c, l, F["remote_moe"], COUNT), d.latent)[first + i]
+                + at(Float32, field(c, layer, F["remote_moe"], COUNT), d.latent)[first + i]
             )
         ws.z[first + i] = total.to(BFloat16)
     return it
 
 
 @cute.jit
-def up_projection(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
+def up_projection(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
     """ws.delta = bf(bf(bf(RMS(z; latent_norm)) W_up^T) + shared) of this CTA's columns."""
     d = op.d
     g = op.rows(d.latent)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     load_x(c, ws.z, rX, g)
-    normalise(c, rX, field(c, l, F["latent_norm"], COUNT), g, op)
+    normalise(c, rX, field(c, layer, F["latent_norm"], COUNT), g, op)
     first, n = share(d.hidden_local, c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rX, g, op)
     consumers(op)
@@ -573,7 +573,7 @@ def up_projection(c: Ctx, l: Int32, it: Int32, ws: Space, op: cutlass.Constexpr)
 @cute.jit
 def moe(
     c: Ctx,
-    l: Int32,
+    layer: Int32,
     it: Int32,
     edge: Int32,
     rX: cute.Tensor,
@@ -582,19 +582,19 @@ def moe(
     op: cutlass.Constexpr,
 ):
     """The FFN of a layer with experts; ws.delta is complete at the next edge."""
-    it = front(c, l, it, rX, ws, op)
+    it = front(c, layer, it, rX, ws, op)
     arrive(c, op)
     edge += 1
     wait(c, edge, op)
-    choose(c, l, ws, mIds, op)
-    it = shared_down(c, l, it, ws, op)
-    it = experts_up(c, l, it, ws, op)
+    choose(c, layer, ws, mIds, op)
+    it = shared_down(c, layer, it, ws, op)
+    it = experts_up(c, layer, it, ws, op)
     arrive(c, op)
     edge += 1
     wait(c, edge, op)
-    it = experts_down(c, l, it, ws, op)
+    it = experts_down(c, layer, it, ws, op)
     arrive(c, op)
     edge += 1
     wait(c, edge, op)
-    it = up_projection(c, l, it, ws, op)
+    it = up_projection(c, layer, it, ws, op)
     return it, edge
