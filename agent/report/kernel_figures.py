@@ -44,6 +44,7 @@ def timeline(d: Dossier, name: str) -> str:
     if not lanes:
         return ""
     colours = _colours(x for _, found in lanes for x in found)
+    edge = 0.3 if max(len(found) for _, found in lanes) <= 48 else 0.0  # edges would hide colours
 
     def paint(figure: Figure) -> None:
         ax = figure.subplots()
@@ -55,10 +56,12 @@ def timeline(d: Dossier, name: str) -> str:
                 spans.append((at, width))
                 faces.append(colours.get(str(x.get("kernel")), GREY))
                 at += width
-            ax.broken_barh(spans, (lane - 0.35, 0.7), facecolors=faces, edgecolor=INK, lw=0.3)
+            ax.broken_barh(spans, (lane - 0.35, 0.7), facecolors=faces, edgecolor=INK, lw=edge)
         names(ax, [word for word, _ in lanes], inverted=False)
         for kernel, colour in colours.items():
             ax.barh([0], [0], color=colour, label=short(kernel))
+        if len(_kernels(x for _, found in lanes for x in found)) > len(colours):
+            ax.barh([0], [0], color=GREY, label="all others")
         ax.set_xlabel("time since the start of the step, us")
         legend_above(figure)
 
@@ -66,6 +69,10 @@ def timeline(d: Dossier, name: str) -> str:
         f"timeline-{name}", "launches of a step in time", paint,
         (WIDTH, 1.5 + 0.5 * len(lanes) + 0.12 * len(colours)),
     )  # fmt: skip
+
+
+def _kernels(found: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {str(x.get("kernel")) for x in found}
 
 
 def _colours(found: Iterable[Mapping[str, Any]]) -> dict[str, str]:
