@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,13 @@ from agent.export.subject import ExportRefused
 from sandbox.compile_client import environment
 
 DEADLINE_S = 900.0
+FOREIGN = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_COMMON_DIR",
+    "GIT_PREFIX",
+)  # of a hook around us
 
 
 @dataclass(frozen=True)
@@ -42,13 +49,18 @@ def sandbox_json(module: str, *arguments: str) -> dict[str, Any]:
     return answer
 
 
-def git(folder: Path, *arguments: str, check: bool = True) -> str:
+def git(
+    folder: Path, *arguments: str, check: bool = True, env: Mapping[str, str] | None = None
+) -> str:
     """Its output, less the last newline. Raises ExportRefused if git fails."""
-    settings = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or "AUTHOR" in k}
-    done = run(["git", *arguments], folder, {**settings, "GIT_TERMINAL_PROMPT": "0"})
+    inherited = {k: v for k, v in os.environ.items() if k not in FOREIGN}
+    done = run(
+        ["git", *arguments], folder, {**inherited, "GIT_TERMINAL_PROMPT": "0", **(env or {})}
+    )
     if check and done.code:
         said = (done.err or done.out).strip().splitlines() or ["no message"]
-        raise ExportRefused(f"git {arguments[0]} in {folder}: {said[-1]}")
+        verb = next((a for a in arguments if a[0] != "-" and "=" not in a), "")
+        raise ExportRefused(f"git {verb} in {folder}: {said[-1]}")
     return done.out.rstrip("\n") if done.code == 0 else ""
 
 

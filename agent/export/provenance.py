@@ -41,7 +41,8 @@ def provenance(queries: Queries, s: Subject, rebuilt: Rebuilt) -> dict[str, Any]
 def lineage(queries: Queries, s: Subject) -> list[dict[str, Any]]:
     """The candidate and its parents down to the seed."""
     rows = {r["seq"]: r for r in queries.candidates(s.run["id"])}
-    out, seq = [], s.row["seq"]
+    out: list[dict[str, Any]] = []
+    seq = s.row["seq"]
     while seq is not None and seq in rows and len(out) <= len(rows):
         row = rows[seq]
         out.append(

@@ -23,7 +23,16 @@ from agent.workspace import Place
 from sandbox import artifact_store
 from sandbox.artifact import Artifact, Buffer, Launch, LaunchPlan, Relocation
 from sandbox.verdict import (
-    Correctness, Outcome, Ratio, Status, TensorCheck, Tier, Timing, Trust, Verdict, WorkloadTiming,
+    Correctness,
+    Outcome,
+    Ratio,
+    Status,
+    TensorCheck,
+    Tier,
+    Timing,
+    Trust,
+    Verdict,
+    WorkloadTiming,
 )  # fmt: skip
 from targets.base import Floor, Options, Workload
 from targets.reference import Expected, Tensors
@@ -40,7 +49,10 @@ OWN = (
     Buffer("workspace.acc", "f32", (N,), 16, "zero", "step"),
     Buffer("constants.table", "f32", (N,), 16),
 )
-STEP = ("inputs.x", "workspace.packed", "states.s", "workspace.acc", "outputs.y", "constants.table", "outputs.copy")  # fmt: skip
+STEP = (
+    "inputs.x", "workspace.packed", "states.s", "workspace.acc", "outputs.y", "constants.table",
+    "outputs.copy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,7 +106,8 @@ def _ptx(name: str, pointers: int, body: str) -> str:
     )
     return (
         f".visible .entry {name}(\n{params}\n)\n{{\n    .reg .b32 %r<4>;\n    .reg .f32 %f<9>;\n"
-        f"    .reg .b64 %rd<24>;\n    mov.u32 %r1, %tid.x;\n    mul.wide.u32 %rd20, %r1, 4;\n{loads}{body}    ret;\n}}\n"
+        f"    .reg .b64 %rd<24>;\n    mov.u32 %r1, %tid.x;\n    mul.wide.u32 %rd20, %r1, 4;\n"
+        f"{loads}{body}    ret;\n}}\n"
     )
 
 
