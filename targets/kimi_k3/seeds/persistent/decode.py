@@ -264,7 +264,8 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
         arrive(c, op)
         restart = Int32(1) if opens else Int32(0)
         second = early(
-            c, banks, sources + restart, field(c, layer, F["mlp_res_norm"], COUNT), field(c, layer, F["mlp_res_proj"], COUNT),
+            c, banks, sources + restart, field(c, layer, F["mlp_res_norm"], COUNT),
+            field(c, layer, F["mlp_res_proj"], COUNT),
             field(c, layer, F["mlp_norm"], COUNT), op,
         )  # fmt: skip
         edge += 1
@@ -288,7 +289,8 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
                 routed += 1
         arrive(c, op)
     last = early(
-        c, banks, Int32(d.bank_rows), io.res_norm.iterator.toint(), io.res_proj.iterator.toint(), io.norm.iterator.toint(), op
+        c, banks, Int32(d.bank_rows),
+        io.res_norm.iterator.toint(), io.res_proj.iterator.toint(), io.norm.iterator.toint(), op
     )  # fmt: skip
     edge += 1
     wait(c, edge, op)
@@ -370,7 +372,8 @@ def workspace(dims, cfg):
         h, ctas = dims.mla_heads, shape(dims, cfg).ctas
         found |= {
             "q": bf(h * (dims.qk_nope + dims.qk_rope)), "query": bf(h * dims.kv_dim),
-            "sums": f32(ctas * h * dims.kv_lora), "stats": f32(ctas * h * 2), "lat": bf(h * dims.kv_lora), "values": bf(dims.mla_dim),
+            "sums": f32(ctas * h * dims.kv_lora), "stats": f32(ctas * h * 2),
+            "lat": bf(h * dims.kv_lora), "values": bf(dims.mla_dim),
         }  # fmt: skip
     return found
 
