@@ -7,7 +7,6 @@ their place is not found exactly once.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -126,7 +125,7 @@ def _values(p: Plan) -> dict[str, Any]:
     arch, args = p.s.artifact.arch, p.args
     given = [a for a in args if a.role in ("given", "mutated")]
     outputs = [a for a in args if a.role == "output"]
-    used = set(re.findall(r"\bdims\.([A-Za-z_]\w*)", p.s.source)) | set(p.place.dims)
+    used = _mentioned(p.s.source) | set(p.place.dims)
     mutated = ", ".join(f"`{a.name}`" for a in args if a.role == "mutated")
     return {
         "title": p.place.title, "part": p.place.module, "entry": p.place.entry, "name": p.name,
@@ -141,6 +140,13 @@ def _values(p: Plan) -> dict[str, Any]:
         "returns": ", ".join(f"`{a.name}` {list(a.shape_list)}" for a in outputs),
         "mutated": mutated, "output_names": repr(tuple(a.name for a in outputs)), "scale": _scale,
     }  # fmt: skip
+
+
+def _mentioned(source: str) -> set[str]:
+    """Attributes and strings of a source: more than the sizes it reads, never less."""
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    return {n.attr for n in nodes if isinstance(n, ast.Attribute)} | texts
 
 
 def _class(name: str) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,10 @@ def package(name: str, folder: Path) -> None:
 
 
 def main() -> None:
+    os.environ |= {
+        "CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DISABLE_FILE_CACHING": "1",
+        "CUTE_DSL_DUMP_DIR": tempfile.mkdtemp(),
+    }  # fmt: skip
     root, name = Path(sys.argv[1]), sys.argv[2]
     for dotted in (
         "vllm", "vllm.model_executor", "vllm.model_executor.warmup", "vllm.models", "vllm.models.kimi_k3",
@@ -49,8 +55,7 @@ def main() -> None:
     entries = 0
     for key in keys:
         compiled = cute.compile(
-            op.KERNEL.kernel(key), *op.KERNEL.warmup_inputs(key), CUstream(0), options="--gpu-arch sm_90a",
-            no_jit_engine=True,
+            op.KERNEL.kernel(key), *op.KERNEL.warmup_inputs(key), CUstream(0), no_jit_engine=True
         )  # fmt: skip
         entries += compiled.artifacts.PTX.count(".entry")
     assert not op.is_supported()

@@ -27,7 +27,9 @@ from tests.agent.export import small, vllm_tree
 
 pytestmark = pytest.mark.slow
 PIECES = ("attn-res", "gemv", "router", "kda", "latent-moe")
-needs_tree = pytest.mark.skipif(not vllm_tree.REAL, reason="KERNELGEN_VLLM_TREE names no vLLM source tree")
+needs_tree = pytest.mark.skipif(
+    not vllm_tree.REAL, reason="KERNELGEN_VLLM_TREE names no vLLM source tree"
+)
 Exporting = tuple[Queries, Subject]
 
 
@@ -64,7 +66,9 @@ def tree_of(root: Path, commit: str) -> str:
 
 @needs_tree
 @pytest.mark.parametrize("part", PIECES)
-def test_the_series_applies_to_the_real_tree(part: str, seed: Callable[[str], Exporting], tmp_path: Path) -> None:
+def test_the_series_applies_to_the_real_tree(
+    part: str, seed: Callable[[str], Exporting], tmp_path: Path
+) -> None:
     root = vllm_tree.real(tmp_path / "vllm")
     before = vllm_tree.git(root, "status", "--porcelain", "--branch")
     made = export(seed(part), root, tmp_path / "out")

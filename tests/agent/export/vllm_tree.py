@@ -40,7 +40,9 @@ def real(root: Path) -> Path:
         source, final = Path(REAL) / name, root / name
         final.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, final, ignore=shutil.ignore_patterns("__pycache__", "third_party"))
+            shutil.copytree(
+                source, final, ignore=shutil.ignore_patterns("__pycache__", "third_party")
+            )
         elif source.exists():
             shutil.copy(source, final)
     return repository(root)

@@ -1,0 +1,269 @@
+"""Exports to vLLM without compiling: references of the exported tests, refusals, texts, and the command line."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from agent.cli import main
+from agent.export import bundle, places, style, subject, texts, vllm, vllm_files
+from agent.export.checkout import open_checkout
+from agent.export.rebuild import Made, Rebuilt, compare
+from agent.export.subject import ExportRefused, Subject
+from agent.store import Queries
+from sandbox.artifact import Artifact, Launch, LaunchPlan
+from targets.base import Options, Workload, find
+from targets.kimi_k3.reference import KimiReference
+from tests.agent.export import small, vllm_tree
+
+NOTHING = LaunchPlan("", (Launch("k", (1, 1, 1), (1, 1, 1), b"", (), ()),))
+
+
+def piece(folder: Path, part: str, layers: int | None = None) -> tuple[Queries, Subject, Workload]:
+    """The seed of a piece in a record, with an artifact that has its buffers and no code."""
+    target = find(f"kimi-k3-{part}")
+    w = target.workload(Options("tiny", layers=layers))
+    artifact = Artifact(w.target, w.key, "sm_90a", w.buffers, NOTHING, source_sha256="0" * 64)
+    _, queries, run = small.record(folder, artifact, target.seed_source())
+    return queries, subject.find(queries, run, force=False), w
+
+
+def plan(s: Subject, w: Workload) -> vllm_files.Plan:
+    place = places.find(s.artifact.target)
+    assert isinstance(place, places.Place)
+    return vllm_files.Plan(place, s, s.artifact, w.dims)
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Runs an exported test's module with stand-ins for what it imports of vLLM."""
+
+    def load(p: vllm_files.Plan) -> dict[str, Any]:
+        files = vllm_files.new_files(p)
+        op = types.SimpleNamespace(DIMS=dict(p.dims), is_supported=lambda: False)
+        above = f"vllm.models.kimi_k3.nvidia.ops.cute_dsl.{p.name}"
+        monkeypatch.setitem(sys.modules, above, types.ModuleType(above))
+        sys.modules[above].op = op  # type: ignore[attr-defined]
+        platform = types.ModuleType("vllm.platforms")
+        platform.current_platform = types.SimpleNamespace(device_type="cpu")  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
+        space: dict[str, Any] = {"__name__": "exported"}
+        exec(compile(files[p.test], p.test, "exec"), space)
+        return space
+
+    yield load
+
+
+def given(w: Workload, seed: int = 3) -> dict[str, torch.Tensor]:
+    r = KimiReference()
+    return {**r.weights(w, seed, "cpu"), **r.states(w, seed, "cpu"), **r.inputs(w, seed, 0, "cpu")}
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    if not wanted.is_floating_point():
+        assert torch.equal(found, wanted)
+        return
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    assert float(error) < 3e-3, float(error)
+
+
+@pytest.mark.parametrize("part", ["gemv", "router", "kda", "latent-moe"])
+def test_the_exported_reference_is_the_targets(part: str, exported: Any, tmp_path: Path) -> None:
+    _, s, w = piece(tmp_path, part, layers=1)
+    p = plan(s, w)
+    space, tensors = exported(p), given(w)
+    oracle = KimiReference().run(w, tensors, "oracle").tensors
+    found = space["reference"](
+        **{a.name: tensors[a.path] for a in p.args if a.role in ("given", "mutated")}
+    )
+    compared = [a for a in p.args if a.name in found]
+    assert {a.path for a in compared} == set(oracle)
+    for a in compared:
+        near(found[a.name], oracle[a.path])
+
+
+def test_the_exported_attn_res_reference_is_one_step_of_the_chain(
+    exported: Any, tmp_path: Path
+) -> None:
+    _, s, w = piece(tmp_path, "attn-res")
+    p, tensors = plan(s, w), given(w)
+    space = exported(p)
+    n = space["NUM_BLOCKS"]
+    oracle = KimiReference().run(w, tensors, "oracle").tensors
+    prefix, bank = tensors["inputs.x0"], torch.zeros_like(oracle["outputs.bank"])
+    for i in range(n):
+        prefix = (prefix.double() + tensors[f"inputs.delta.{i}"].double()).bfloat16()
+        bank[:, i] = prefix
+    weights = [tensors[f"weights.layers.{n}.{x}"] for x in ("res_norm", "res_proj", "out_norm")]
+    found = space["reference"](prefix, tensors[f"inputs.delta.{n}"], bank, *weights)
+    near(found["y"], oracle[f"outputs.y.{n}"])
+    assert torch.equal(found["blocks"][:, n], oracle["outputs.bank"][:, n])
+    assert torch.equal(found["prefix"], oracle["outputs.bank"][:, n])
+
+
+@pytest.mark.parametrize("part", ["gemv", "router", "kda", "latent-moe", "attn-res"])
+def test_exported_inputs_fit_the_signature(part: str, exported: Any, tmp_path: Path) -> None:
+    _, s, w = piece(tmp_path, part, layers=None if part == "attn-res" else 1)
+    p = plan(s, w)
+    made = exported(p)["make_inputs"](0)
+    wanted = {a.name: a for a in p.args if a.role in ("given", "mutated")}
+    assert set(made) == set(wanted)
+    for name, t in made.items():
+        assert tuple(t.shape) == wanted[name].shape_list and str(t.dtype) == wanted[name].torch
+
+
+def refused(queries: Queries, s: Subject, checkout: Path) -> str:
+    with pytest.raises(ExportRefused) as caught:
+        vllm.write(queries, s, vllm.Wanted(checkout, checkout / "out", Rebuilt(None, ("no",))))
+    return str(caught.value)
+
+
+def test_whole_stacks_are_refused_with_the_reason_and_get_an_rfc(tmp_path: Path) -> None:
+    root = vllm_tree.small(tmp_path / "vllm")
+    queries, s, _ = piece(tmp_path / "a", "decode")
+    said = refused(queries, s, root)
+    assert "no hook" in said and "--to bundle" in said and "RFC" in said
+    assert texts.is_whole_stack(s) and "Why this is no patch" in texts.rfc(s)
+    queries, s, _ = piece(tmp_path / "b", "mla")
+    assert "attention backends" in refused(queries, s, root)
+
+
+def test_a_checkout_that_is_not_clean_or_not_vllm_is_refused(tmp_path: Path) -> None:
+    root = vllm_tree.small(tmp_path / "vllm")
+    assert open_checkout(root).person == "Ada Lovelace <ada@example.org>"
+    with pytest.raises(ExportRefused, match="not the top"):
+        open_checkout(root / "vllm")
+    (root / "new.txt").write_text("mine")
+    with pytest.raises(ExportRefused, match="uncommitted or untracked"):
+        open_checkout(root)
+    (root / "new.txt").unlink()
+    (root / ".git" / "MERGE_HEAD").write_text("x")
+    with pytest.raises(ExportRefused, match="middle of a"):
+        open_checkout(root)
+    (root / ".git" / "MERGE_HEAD").unlink()
+    (root / "PKG-INFO").write_text("Version: 0.32.9\n")
+    vllm_tree.git(root, "commit", "-qam", "older")
+    with pytest.raises(ExportRefused, match=r"0\.32\.9"):
+        open_checkout(root)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "pyproject.toml").write_text('[project]\nname = "other"\n')
+    vllm_tree.repository(other)
+    with pytest.raises(ExportRefused, match="no checkout of vLLM"):
+        open_checkout(other)
+
+
+def test_a_person_must_be_known_to_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = vllm_tree.small(tmp_path / "vllm")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
+    vllm_tree.git(root, "config", "--unset", "user.email")
+    with pytest.raises(ExportRefused, match="sign off"):
+        open_checkout(root)
+
+
+def test_a_call_site_that_moved_stops_the_export() -> None:
+    e = places.PLACES["attn-res"].edits[1]
+    with pytest.raises(ExportRefused, match="found it 0 times"):
+        vllm_files.edit("something else\n", e, "n")
+    with pytest.raises(ExportRefused, match="found it 2 times"):
+        vllm_files.edit(e.anchor * 2, e, "n")
+
+
+def test_kernels_that_keep_memory_or_lost_their_entry_are_refused(tmp_path: Path) -> None:
+    _, s, w = piece(tmp_path, "gemv", layers=1)
+    keeps = replace(s.artifact, buffers=(*w.buffers, *small.OWN[:1]))
+    with pytest.raises(ExportRefused, match="keeps workspace.packed"):
+        vllm_files.signature.arguments(keeps)
+    source = find("kimi-k3-attn-res").seed_source()
+    vllm_files.check_entry(places.PLACES["attn-res"], source)
+    with pytest.raises(ExportRefused, match="one AttnRes step at a time"):
+        vllm_files.check_entry(
+            places.PLACES["attn-res"], source.replace("def attn_res(", "def fused(")
+        )
+
+
+def test_long_lines_are_wrapped_and_the_code_stays_the_same() -> None:
+    words = "word " * 30
+    source = f'"""{words}"""\n\n# {words}\nX = 1  # {words}\nY = (1,\n     2)  # fmt: skip\n'
+    source += f'\n\ndef f():\n    """{words}"""\n'
+    text = style.device_file(source)
+    assert max(map(len, text.splitlines())) <= 88 and "fmt:" not in text
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+
+    def code(t: str) -> str:
+        tree = ast.parse(t)
+        for n in ast.walk(tree):
+            if isinstance(n, ast.Module | ast.FunctionDef):
+                n.body = [x for x in n.body if not isinstance(x, ast.Expr)] or n.body[:0]
+        return ast.dump(tree)
+
+    assert code(text) == code(source)
+
+
+def test_a_rebuild_says_what_differs() -> None:
+    a = small.artifact()
+    assert compare(a, Made(a, None)).same is True
+    newer = replace(
+        a, toolchain={"cutlass_dsl": "4.8.0"}, step=replace(a.step, ptx=a.step.ptx + "// x\n")
+    )
+    found = compare(a, Made(newer, None))
+    assert found.same is False and found.machine_code_same is False
+    assert "cutlass_dsl 4.8.1 then, 4.8.0 now" in found.sentence and "PTX differs" in found.sentence
+    same_work = compare(a, Made(replace(a, source_sha256="1" * 64), None))
+    assert same_work.same is False and same_work.machine_code_same is True
+    assert compare(a, Made(None, None, "no jail")).same is None
+
+
+def test_pull_request_and_commits_say_what_is_known_and_what_is_not(tmp_path: Path) -> None:
+    from agent.export import vllm_text
+
+    root = vllm_tree.small(tmp_path / "vllm")
+    _, s, w = piece(tmp_path / "r", "attn-res")
+    p, c = plan(s, w), open_checkout(root)
+    text = vllm_text.pull_request(p, c, ["checked so"], "\n---\nchecklist\n")
+    for wanted in (
+        "Duplicate-work check", "AI assistance", "End to end", "GSM8K", "2.000 [1.900, 2.100]", "two GPUs", "rows 2",
+        "4.8.0", p.test, "checked so", "checklist", s.artifact.sha256, "That baseline is not vLLM's kernel",
+    ):  # fmt: skip
+        assert wanted in text, wanted
+    message = vllm_text.message(p, "kernel")
+    assert message.startswith("[Kimi-K3][Kernel] ") and s.verdict_sha256 in message
+    forced = replace(s, decision=None)
+    assert "NOBODY HAS REVIEWED" in vllm_text.pull_request(replace(p, s=forced), c, [], "")
+    assert "Not reviewed by a person" in vllm_text.message(replace(p, s=forced), "tests")
+
+
+def test_the_command_exports_a_bundle_and_records_it(tmp_path: Path) -> None:
+    place, queries, run = small.record(tmp_path, small.artifact(), small.SOURCE)
+    args = ["export", run, "--to", "bundle", "--no-rebuild", "--json", "--db", str(place.db)]
+    done = CliRunner().invoke(main, args)
+    assert done.exit_code == 0, done.output
+    rows = queries.rows("select kind, path from exports")
+    assert [r["kind"] for r in rows] == ["bundle"] and (
+        Path(rows[0]["path"]) / "README.md"
+    ).exists()
+
+
+def test_the_command_wants_a_review_and_says_loudly_when_forced(tmp_path: Path) -> None:
+    place, _, run = small.record(tmp_path, small.artifact(), small.SOURCE, decided="reject")
+    args = ["export", f"{run}-0", "--to", "bundle", "--no-rebuild", "--db", str(place.db)]
+    done = CliRunner().invoke(main, args)
+    assert done.exit_code == 1 and "no standing approval" in done.output
+    done = CliRunner().invoke(main, [*args, "--force"])
+    assert done.exit_code == 0 and "NOBODY HAS REVIEWED" in done.output
+    done = CliRunner().invoke(main, ["export", run, "--to", "vllm", "--db", str(place.db)])
+    assert done.exit_code == 2 and "--checkout" in done.output
+
+
+def test_templates_are_shipped() -> None:
+    assert "class Kernel" in bundle.template("bundle/loader.py.tmpl")
