@@ -6,6 +6,7 @@ not counted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from targets.reference import Tensors
 
 STEPS = 16
 """Steps of one replay, where the lanes have as many: baselines have many launches, and graphs of them grow."""
+REPLAY_S = 0.03
+"""A slow baseline's replay is cut to about this long, but not below one step for each set of weights."""
 
 
 @dataclass
@@ -47,7 +50,7 @@ def baseline_arm(name: str, where: str, lanes: Lanes, checker: Checker) -> Basel
         made.append(one)
     lanes.restore()
     failure = _compare(made[0], lanes, Checker(case, noise=dict(checker.noise)))
-    steps = min(lanes.steps, -(-STEPS // lanes.sets) * lanes.sets)
+    steps = _steps(lanes, case, made)
 
     def chain() -> None:
         for i in range(steps):
@@ -56,6 +59,17 @@ def baseline_arm(name: str, where: str, lanes: Lanes, checker: Checker) -> Basel
     chain()
     case.device.synchronize()
     return BaselineArm(name, steps, _captured(case, chain), failure)
+
+
+def _steps(lanes: Lanes, case: Case, made: list[Any]) -> int:
+    """How many steps to record, whole rounds of the weight sets; the first step warmed the baseline up."""
+    begin = time.monotonic()
+    for one in made:
+        one.step()
+    case.device.synchronize()
+    spent = max(time.monotonic() - begin, 1e-6)
+    rounds = max(1, min(-(-STEPS // lanes.sets), int(REPLAY_S / spent)))
+    return min(lanes.steps, rounds * lanes.sets)
 
 
 def _compare(one: Any, lanes: Lanes, checker: Checker) -> Failure | None:
