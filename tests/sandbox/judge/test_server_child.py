@@ -26,6 +26,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def children() -> set[int]:
+    """Processes started by this process's main thread."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return set(map(int, file.read().split()))
+
+
 def pipes() -> dict[int, int]:
     """Inode -> last descriptor of every pipe that this process has open."""
     found = {}
@@ -158,11 +164,11 @@ def test_a_watched_descriptor_can_cancel() -> None:
 def test_an_interrupted_supervisor_takes_its_child_along() -> None:
     read_end, write_end = os.pipe()
     os.write(write_end, b"x")
-    pids: list[int] = []
+    before = children()  # other tests may have some
+    pids: set[int] = set()
 
     def stop() -> bool:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            pids.extend(int(p) for p in file.read().split())
+        pids.update(children() - before)
         raise SystemExit(143)
 
     with pytest.raises(SystemExit):
