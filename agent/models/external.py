@@ -2,8 +2,8 @@
 
 The loop writes `task.md`, `guide.md`, `signature.json`, `best.py`, `feedback.md` and `history/`;
 the author puts `candidate.py` there (and, optionally first, `candidate.json` with note,
-predicted_gain, tunables). A taken file moves to `taken/`. Nothing in the folder is executed;
-whoever can write there can only propose.
+predicted_gain, tunables), or several authors queue submissions (`agent.models.inbox`). A taken file
+moves to `taken/`. Nothing in the folder is executed; whoever can write there can only propose.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any
 
 from agent.claims import MAX_SOURCE_BYTES, docstring, predicted_gain
+from agent.models import inbox
 from agent.models.base import Model, NoProposal, Request, Waiting
 from agent.models.folder import write_folder
 from agent.types import Direction, Proposal, Situation, Task
@@ -86,7 +87,7 @@ class External:
         taken = self.folder / "taken"
         source, claims = taken / f"{seq}.py", taken / f"{seq}.json"
         with self.lock:
-            if not source.exists():
+            if not source.exists() and not inbox.claim(self.folder, seq):
                 incoming = self.folder / "candidate.py"
                 if not self._settled(incoming):
                     return None
