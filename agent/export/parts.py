@@ -123,7 +123,10 @@ def _record(out: Parts, s: Subject, options: Options) -> None:
     index = pretty(found)
     (out.data / "record.json").write_bytes(index)
     key = target.workload(of).key
-    out.record = {"part": part, "sha256": digest(index), "workload": key, "seed": found["seed"]}
+    out.record = {
+        "part": part, "sha256": digest(index), "workload": key, "seed": found["seed"],
+        "ties": found["ties"],
+    }  # fmt: skip
 
 
 def _twin(s: Subject, options: Options) -> Options | None:

@@ -99,9 +99,10 @@ def _record(manifest: dict[str, Any]) -> str:
     of = "the kernel itself" if r["part"] == "main" else (
         "**the same source compiled for tiny sizes**: it tests driver, loader and device, not the large kernel"
     )  # fmt: skip
+    near = f" In {r['ties']} rows routing is near a tie." if r.get("ties") else ""
     return (
         f"The first use on a device runs a recorded step and compares outputs and states with the fp64 reference "
-        f"(seed {r['seed']}). It is of {of}. A failure raises `SelfCheckFailed`."
+        f"(seed {r['seed']}). It is of {of}.{near} A failure raises `SelfCheckFailed`."
     )
 
 
@@ -118,12 +119,16 @@ def _buffers(s: Subject) -> list[str]:
 def _compile_command(s: Subject) -> str:
     w = s.artifact.workload
     extra = "".join(f" --option {k[2:]}={v}" for k, v in w.items() if k.startswith("x_"))
-    chosen = "".join(f" {k}={json.dumps(v)}" for k, v in sorted(s.tunables.items()))
+    chosen = "".join(f" --tunable {k}={_plain(v)}" for k, v in sorted(s.tunables.items()))
     return (
         f"kernelgen compile --target {s.artifact.target} --preset {w.get('preset')} --layers {w.get('layers')} "
-        f"--rows {w.get('rows')} --context {w.get('context')}{extra} --arch {s.artifact.arch} -o out "
-        f"source/kernel.py    # tunables:{chosen or ' none'}"
+        f"--rows {w.get('rows')} --context {w.get('context')}{extra}{chosen} --arch {s.artifact.arch} -o out "
+        "source/kernel.py"
     )
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def rfc(s: Subject) -> str:
