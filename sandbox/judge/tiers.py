@@ -41,7 +41,7 @@ def effort(tier: Tier, kind: str) -> Effort:
     whole = {Tier.SCREEN: SCREEN, Tier.FULL: FULL, Tier.PROMOTE: PROMOTE}[tier]
     if kind == "cuda":
         return whole
-    seeds, steps, repeats = {Tier.SCREEN: (2, 2, 1), Tier.FULL: (5, 3, 3), Tier.PROMOTE: (6, 4, 8)}[
+    seeds, steps, repeats = {Tier.SCREEN: (2, 2, 1), Tier.FULL: (3, 3, 3), Tier.PROMOTE: (4, 3, 4)}[
         tier
     ]
     return replace(
@@ -49,7 +49,7 @@ def effort(tier: Tier, kind: str) -> Effort:
         seeds=seeds,
         steps=steps,
         repeats=repeats,
-        long=min(whole.long, 6),
+        long=min(whole.long, 4),
         blocks=0,
         cold=False,
     )
