@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -36,6 +39,16 @@ REST: dict[str, Any] = {
     "tunings": None, "confirm": "promote", "replay_run": None, "wait": True,
     "judge_elsewhere": False, "seed": 0,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be opened. `run` None: one of these settings, `new` whatever there is."""
+
+    run: str | None
+    settings: RunSettings
+    new: bool = False
+    only_submit: bool = False
 
 
 def workload_options(f: Any) -> Any:
@@ -90,7 +103,8 @@ def mcp_(**asked: Any) -> int:
     common.talk().print(
         f"run {run} goes on" if run else opening(settings, "external"), markup=False, soft_wrap=True
     )
-    driver = Driver(place, lambda: begin(place, run, settings, asked["only_submit"]))
+    wanted = Wish(run, settings, asked["new"], asked["only_submit"])
+    driver = Driver(place, lambda: begin(place, wanted))
     server = build(driver)
     try:
         if asked["http"]:
@@ -162,25 +176,43 @@ def latest_run(place: Place, wanted: RunSettings) -> str | None:
     return None
 
 
-def begin(place: Place, run: str | None, settings: RunSettings, only_submit: bool) -> Opened:
+def begin(place: Place, w: Wish) -> Opened:
     """Services and the run. Raises Unavailable."""
-    changed = run is not None and settings != load_settings(place, run)
-    if run is not None and changed:
-        save_settings(place, run, settings)
-    if run is not None and (only_submit or settings.elsewhere):
-        return Opened(run, None)
-    if only_submit:
-        arch = settings.arch or DEFAULT_ARCH
-        return Opened(create(place, replace(settings, arch=arch), versions()), None)
-    wanted = Wanted(
-        settings.device, settings.arch, settings.sandbox, settings.trust_this_code, settings.k
-    )
+    if w.only_submit or w.settings.elsewhere:
+        arch = w.settings.arch or DEFAULT_ARCH
+        return Opened(ensure(place, w, arch)[0], None)
+    s = w.settings
+    wanted = Wanted(s.device, s.arch, s.sandbox, s.trust_this_code, s.k)
     services, facts = start(wanted, place.workspace)
     try:
-        if run is None:
-            arch = settings.arch or str(facts.get("arch") or DEFAULT_ARCH)
-            run = create(place, replace(settings, arch=arch), versions())
+        run, changed = ensure(place, w, s.arch or str(facts.get("arch") or DEFAULT_ARCH))
     except BaseException:
         services.close()
         raise
     return Opened(run, services, reopen=changed)
+
+
+def ensure(place: Place, w: Wish, arch: str) -> tuple[str, bool]:
+    """The run, begun if need be, and whether its limits were changed. One process at a time: of
+    two servers started together one begins the run and the other joins it.
+    """
+    with _alone(place):
+        run = w.run if w.run or w.new else latest_run(place, w.settings)
+        if run is None:
+            return create(place, replace(w.settings, arch=arch), versions()), False
+        if w.run is None or w.settings == load_settings(place, run):
+            return run, False
+        save_settings(place, run, w.settings)
+        return run, True
+
+
+@contextmanager
+def _alone(place: Place) -> Iterator[None]:
+    root = place.workspace.root
+    root.mkdir(parents=True, exist_ok=True)
+    fd = os.open(root / "mcp.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -32,6 +32,7 @@ POLL_S = 0.25
 BUSY_S = 1.0
 FAILED_S = 30.0
 SETTLED_S = 1.0
+LOOK_S = 5.0
 EXPECTED = (
     OSError, sqlite3.Error, LookupError, Corrupt, Missing, Unavailable, NoIsolation, JudgeFailed,
     StopRun, NotFound, Malformed,
@@ -82,6 +83,7 @@ class Driver:
         self._desk: Desk | None = None
         self._stopping = threading.Event()
         self._session: Session | None = None
+        self._look = 0.0
         # A daemon: a second interrupt must end the process; all that was finished is on disk.
         self._thread = threading.Thread(target=self._work, name="driver", daemon=True)
 
@@ -160,8 +162,12 @@ class Driver:
         """Whether a step can bring anything: something was handed in, or was left by a killed
         process.
         """
+        pending = bool(self._pending())
+        if not pending and time.monotonic() < self._look:
+            return False
+        self._look = time.monotonic() + LOOK_S
         state = self._state()
-        return state not in ENDED and (state != "waiting" or bool(self._pending()))
+        return state not in ENDED and (state != "waiting" or pending)
 
     def _ended(self) -> bool:
         return self._state() in ENDED

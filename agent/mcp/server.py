@@ -92,7 +92,7 @@ class Tools:
         return self._told(await self._do(work.status, ticket))
 
     async def wait(
-        self, ticket: Ticket, ctx: Context[Any, Any], timeout_s: Seconds = 600
+        self, ticket: Ticket, ctx: Context[Any, Any], timeout_s: Seconds = 50
     ) -> Submission:
         """Wait for a submission's verdict and report progress meanwhile. After timeout_s it returns
         what is known, with done false: call it again.

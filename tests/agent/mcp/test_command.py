@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import click
 import pytest
 
 from agent.commands import common
-from agent.commands.mcp import begin, found, latest_run, mcp_, token_of
+from agent.commands.mcp import Wish, begin, ensure, found, latest_run, mcp_, token_of
 from agent.config import RunSettings
 from agent.runner import create, load_settings
 
@@ -39,9 +40,19 @@ def test_the_same_command_goes_on_with_its_run_and_its_budget(kit: Any) -> None:
     assert found(kit.place, asked(kit, target="fake", new=True))[0] is None
     assert latest_run(kit.place, settings(kit, rows=2)) is None
     assert latest_run(kit.place, settings(kit, arch="sm_90a")) is None
-    opened = begin(kit.place, run, raised, True)
+    opened = begin(kit.place, Wish(run, raised, only_submit=True))
     assert (opened.run, opened.services) == (run, None)
     assert load_settings(kit.place, run).limits.candidates == 5
+
+
+def test_servers_started_together_share_one_run(kit: Any) -> None:
+    wish = Wish(None, settings(kit, max_candidates=3))
+    with ThreadPoolExecutor(4) as pool:
+        runs = list(pool.map(lambda _: ensure(kit.place, wish, "sm_90a"), range(4)))
+    assert len(set(runs)) == 1
+    assert len(kit.queries.runs()) == 1
+    another = ensure(kit.place, replace(wish, new=True), "sm_90a")
+    assert another != runs[0]
 
 
 def test_a_run_that_is_not_driven_from_outside_is_refused(kit: Any) -> None:

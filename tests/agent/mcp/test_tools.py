@@ -237,6 +237,25 @@ def test_a_device_that_is_missing_is_said_by_every_tool(kit: Any) -> None:
     go(work)
 
 
+def test_a_run_that_stands_still_says_why_and_goes_on(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.mcp.driver.FAILED_S", 0.3)
+    kit.judge.broken = True
+
+    async def work() -> None:
+        async with client(kit, new(kit)) as c:
+            sent = await call(c, "submit", source=kernel(80), prediction=1.1)
+            while not (got := await call(c, "status", ticket=sent["ticket"]))["note"]:
+                await asyncio.sleep(0.05)
+            assert "the seed cannot be judged here" in got["note"]
+            kit.judge.broken = False
+            got = await call(c, "wait", ticket=sent["ticket"])
+            assert (got["done"], got["note"], got["report"]["us"]) == (True, "", 80.0)
+
+    go(work)
+
+
 def test_several_agents_and_a_shell_share_a_run(kit: Any) -> None:
     run = new(kit, limits=Limits(rounds=None, candidates=9, stop_at=None, patience=None))
     kit.judge.delay = 0.05
