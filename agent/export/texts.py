@@ -52,7 +52,8 @@ def readme(s: Subject, manifest: dict[str, Any], rebuilt: Rebuilt) -> str:
         "```", "", "```python", *_example(s), "```", "",
         "- `call()` enqueues on torch's current stream, allocates nothing, waits for nothing; capture it in a "
         "`torch.cuda.graph` like any torch code. States and outputs are written in place.",
-        "- One `Kernel` has one set of scratch: use it from one stream at a time, and from one thread.",
+        "- One `Kernel` has one set of scratch: use it from one stream at a time, from one thread, with its device "
+        "current.",
         "- Change weights, then call `prepare` and `bind` again.",
         f"- `{s.slug}.kernel_or(fallback)` gives the kernel, or `fallback` with a warning where it cannot be "
         "used or fails its check.",

@@ -139,7 +139,7 @@ def _details(p: Plan, chip: str) -> str:
     )
     return "\n".join([
         f"**Gate**: CUDA, capability {places.CAPABILITIES[p.s.artifact.arch]}, CuTe DSL importable, not "
-        f"`VLLM_BATCH_INVARIANT`, exactly {w['rows']} rows, the shapes and dtypes in `can_run`, contiguous and "
+        f"`VLLM_BATCH_INVARIANT`, exactly {w['rows']} row(s), the shapes and dtypes in `can_run`, contiguous and "
         "aligned. Any miss takes the stock path. On by default where the gate holds.", "",
         f"**Where**: {where}", "",
         "**Warm-up**: `VllmCuTeDSLJitKernel`, one compile key per row count, registered during model construction"

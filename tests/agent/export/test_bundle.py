@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from agent.export import bundle, subject
-from sandbox.artifact import digest
+from sandbox.artifact import digest, launch_dict
 from sandbox.devices import cuda_plan
+from sandbox.devices.cuda_driver import launch_config
 from tests.agent.export import small
 
 ALLOWED = {
@@ -181,6 +183,59 @@ def test_the_fallback_is_taken_with_a_warning(package: ModuleType) -> None:
         pytest.skip("needs a machine where the kernel cannot run")
     with pytest.warns(RuntimeWarning, match="not used"):
         assert package.kernel_or(plain, "cuda:0") is plain
+    with pytest.warns(RuntimeWarning, match="not used"):
+        assert package.kernel_or(plain) is plain
+
+
+def test_the_real_driver_describes_launches_as_the_judges_does(package: ModuleType) -> None:
+    import importlib
+
+    import cuda.bindings.driver as cu
+
+    module = importlib.import_module(f"{package.__name__}.driver")
+    driver = object.__new__(module.CudaDriver)
+    driver._cu = cu
+    plain = small.artifact().step.launches[0]
+    for launch in (
+        plain, replace(plain, smem=4096, cooperative=True),
+        replace(plain, grid=(4, 2, 1), cluster=(2, 1, 1), pdl=True),
+    ):  # fmt: skip
+        config = driver.config(launch_dict(launch), launch.pdl)
+        driver.set_stream([config], 77)
+        assert described(config) == described(launch_config(cu, launch, 77, launch.pdl))
+
+
+def described(config: Any) -> list[Any]:
+    sizes = (
+        "gridDimX",
+        "gridDimY",
+        "gridDimZ",
+        "blockDimX",
+        "blockDimY",
+        "blockDimZ",
+        "sharedMemBytes",
+        "numAttrs",
+    )
+    attributes = [
+        (
+            int(a.id),
+            int(a.value.cooperative),
+            a.value.clusterDim.x,
+            a.value.clusterDim.y,
+            a.value.clusterDim.z,
+        )
+        for a in config.attrs
+    ]
+    return [*(int(getattr(config, s)) for s in sizes), int(config.hStream), *attributes]
+
+
+def test_a_package_without_a_gpu_says_so(made: bundle.Bundle) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    done = subprocess.run(
+        [sys.executable, "-m", made.package], cwd=made.folder, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 1 and "cannot run here" in done.stdout
 
 
 def test_a_damaged_file_is_found(copied: Path) -> None:
