@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,16 @@ def test_a_file_that_lay_there_first_goes_first(kit: Any, tmp_path: Path) -> Non
     inbox.submit(folder, Offer(kernel(80)), never)
     kit.go(run, external(kit, folder))
     assert [row["us"] for row in kit.queries.candidates(run)] == [100.0, 90.0, 80.0]
+
+
+def test_a_run_that_waits_takes_what_is_submitted_later(kit: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "outside"
+    run = kit.new(proposer="external", limits=replace(LIMITS, candidates=1))
+    timer = threading.Timer(0.5, inbox.submit, (folder, Offer(kernel(80)), never))
+    timer.start()
+    ended = kit.go(run, external(kit, folder, wait=True))
+    timer.join()
+    assert (ended.stop, ended.incumbent) == ("candidates", 1)
 
 
 @pytest.mark.parametrize(

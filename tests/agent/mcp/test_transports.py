@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
 from agent.fakes import kernel
+from agent.search import Limits
 from tests.agent.mcp.child import TOKEN
 from tests.agent.mcp.test_tools import best, call, new
 
@@ -173,3 +176,39 @@ def test_a_client_that_leaves_finds_its_verdict_later(kit: Any) -> None:
 
     with http(kit, run, delay=0.3) as (_, port):
         asyncio.run(asyncio.wait_for(work(port), 120))
+
+
+@pytest.mark.slow
+def test_servers_killed_again_and_again_judge_each_submission_once(kit: Any) -> None:
+    """Two servers on one run, killed at random; clients that repeat themselves until they are heard."""
+    limits = Limits(rounds=None, candidates=6, stop_at=None, patience=None)
+    run = new(kit, limits=limits)
+    times = [95, 90, 85, 80, 75, 70]
+    rng = random.Random(5)
+
+    async def insist(port: int) -> None:
+        async with connected(port) as c:
+            for us in times:
+                await call(c, "submit", source=kernel(us), prediction=1.1)
+            await asyncio.sleep(60)
+
+    async def talk(port: int, seconds: float) -> None:
+        with suppress(Exception):
+            await asyncio.wait_for(insist(port), seconds)
+
+    for _ in range(4):
+        with http(kit, run, delay=0.3) as (_, a), http(kit, run, delay=0.3) as (_, b):
+            asyncio.run(talk(rng.choice((a, b)), rng.uniform(0.3, 2.5)))
+
+    async def finish() -> None:
+        async with Client(stdio(kit, run)) as c:
+            while not (await call(c, "budget"))["stopped"]:
+                with suppress(AssertionError):
+                    for us in times:
+                        await call(c, "submit", source=kernel(us), prediction=1.1)
+                await asyncio.sleep(0.2)
+            rows = (await call(c, "history"))["candidates"]
+            assert sorted(r["us"] for r in rows) == [70, 75, 80, 85, 90, 95, 100]
+            assert (await call(c, "history"))["queued"] == []
+
+    asyncio.run(asyncio.wait_for(finish(), 120))
