@@ -72,15 +72,13 @@ class Side:
         self.bench = bench
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.kernel = package.Kernel(self.device)
-        self.weights = {n: self._copy(t) for n, t in bench._weights.items()}
+        # Read-only for both sides; two copies of a large model's weights might not fit.
+        self.weights = {n: bench.buffers[n] for n in bench._weights}
         self.inputs, self.states, self.outputs = (
             self.kernel.empty(g) for g in ("inputs", "states", "outputs")
         )
         self.kernel.prepare(self.weights)
         self.call = self.kernel.bind(self.inputs, self.states, self.outputs)
-
-    def _copy(self, t: torch.Tensor) -> torch.Tensor:
-        return t.detach().to(self.device).contiguous().clone()
 
     def reset(self) -> None:
         for n, t in self.bench._states.items():

@@ -22,7 +22,7 @@ from agent.store import Queries
 from sandbox.artifact import digest
 
 SCHEMA = 1
-MODULES = ("__init__", "__main__", "check", "driver", "loader", "op")
+MODULES = ("__init__", "__main__", "check", "driver", "loader", "op", "plan")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from agent.cli import main
 from agent.export import bundle, places, style, subject, texts, vllm, vllm_files
-from agent.export.checkout import open_checkout
+from agent.export.checkout import commit, open_checkout, patches, set_branch, worktree
 from agent.export.rebuild import Made, Rebuilt, compare
 from agent.export.subject import ExportRefused, Subject
 from agent.store import Queries
@@ -160,6 +160,31 @@ def test_a_checkout_that_is_not_clean_or_not_vllm_is_refused(tmp_path: Path) -> 
     vllm_tree.repository(other)
     with pytest.raises(ExportRefused, match="no checkout of vLLM"):
         open_checkout(other)
+
+
+def test_the_branch_is_made_beside_the_persons_work_and_never_over_it(tmp_path: Path) -> None:
+    root = vllm_tree.small(tmp_path / "vllm")
+    c, tips = open_checkout(root), []
+    for text in ("one", "one", "two"):
+        with worktree(c) as tree:
+            (tree / "new.py").write_text(text)
+            tips.append(commit(tree, ["new.py"], "New", "2026-01-02T03:04:05Z"))
+    assert tips[0] == tips[1] != tips[2]
+    assert set_branch(c, "k/x", tips[0], "") == "created"
+    assert set_branch(c, "k/x", tips[1], "") == "unchanged"
+    with pytest.raises(ExportRefused, match="other commits"):
+        set_branch(c, "k/x", tips[2], "")
+    assert set_branch(c, "k/x", tips[2], tips[0]) == "updated"
+    assert not (root / "new.py").exists() and vllm_tree.git(root, "status", "--porcelain") == ""
+    assert vllm_tree.git(root, "worktree", "list").count("\n") == 0
+    vllm_tree.git(root, "switch", "-q", "k/x")
+    with pytest.raises(ExportRefused, match="branch"):
+        set_branch(c, "k/x", tips[0], tips[2])
+    out = tmp_path / "out"
+    out.mkdir()
+    first = patches(c, tips[2], out)
+    assert first == patches(c, tips[2], out) and len(first) == 1
+    assert "Signed-off-by: Ada Lovelace <ada@example.org>" in (out / first[0]).read_text()
 
 
 def test_a_person_must_be_known_to_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
