@@ -22,6 +22,8 @@ FACTOR = 2.0
 # One operand rounded the other way moves one element by a whole ulp of it; which ones flip is luck, and the largest of
 # a few schedules underestimates the largest possible. Errors that are not single flips show in rel_l2.
 FACTOR_MAX = 4.0
+# Errors of a few large intermediate values are common to all elements that they feed, and move the norm as one.
+COMMON = 0.25
 SIGMAS = 2.0  # out["rel_l2"] is twice the noise, so this is four standard deviations
 CAP = 16.0
 QUIET = 0.01
@@ -201,5 +203,6 @@ def bound(band: Errors, o: Oracle, dtype: str, stages: int) -> Errors:
         ("norm_ratio", "rel_l2", o.spread),
         ("cell_norm_ratio", "cell_rel_l2", o.cell_spread),
     ):
-        out[name] = max(out[name], SIGMAS * out[size] / math.sqrt(spread))
+        share = max(SIGMAS / math.sqrt(spread), COMMON)
+        out[name] = max(out[name], share * out[size])
     return Errors(**out)
