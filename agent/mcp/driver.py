@@ -52,13 +52,19 @@ class Opened:
 
 
 class Lines:
-    """Progress to the log, which is on stderr: stdout may be the protocol's."""
+    """Progress to the log, which is on stderr: stdout may be the protocol's. `begun` is called when
+    a round begins.
+    """
+
+    def __init__(self, begun: Callable[[], None]) -> None:
+        self.begun = begun
 
     def say(self, text: str) -> None:
         log.info("%s", text)
 
     def round(self, number: int, candidates: list[int]) -> None:
         log.info("round %d: candidates %s", number, candidates)
+        self.begun()
 
     def status(self, seq: int, text: str) -> None:
         log.info("candidate %d: %s", seq, text)
@@ -102,8 +108,7 @@ class Driver:
 
     def desk(self, timeout_s: float) -> Desk | None:
         """The run's desk once it is open; None while that takes, or if it failed (`trouble`)."""
-        self.ready.wait(timeout_s)
-        return self._desk
+        return self._desk if self.ready.wait(timeout_s) else None
 
     def _work(self) -> None:
         try:
@@ -115,15 +120,18 @@ class Driver:
             self.trouble = str(error)
             self.ready.set()
             return
-        self.ready.set()
         if opened.services is None:
+            self.ready.set()
             return
+        if not opened.reopen:  # else the record says that the run has ended, until a round begins
+            self.ready.set()
         try:
             self._loop(opened, opened.services)
         except Exception as error:
             log.exception("the driver ended")
             self.trouble = f"an error of kernelgen itself ended the work on the run: {error}"
         finally:
+            self.ready.set()
             opened.services.close()
 
     def _loop(self, opened: Opened, services: Services) -> None:
@@ -133,13 +141,14 @@ class Driver:
             pause = POLL_S
             if due:
                 pause = self._step(opened.run, services)
+                self.ready.set()
             if self._stopping.wait(pause):
                 return
             due = self._due()
 
     def _step(self, run: str, services: Services) -> float:
         """One session, until the run waits for proposals. Returns the seconds to pause."""
-        self._session = session = Session(self.place, Lines())
+        self._session = session = Session(self.place, Lines(self.ready.set))
         if self._stopping.is_set():  # `stop` came before it could see this session
             return 0.0
         before = self._pending()

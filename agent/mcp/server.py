@@ -16,7 +16,7 @@ from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
-from agent.mcp import desk as work
+from agent.mcp import work
 from agent.mcp.desk import Desk, Refused
 from agent.mcp.driver import EXPECTED, Driver
 from agent.mcp.shapes import (

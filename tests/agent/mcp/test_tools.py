@@ -17,6 +17,7 @@ from agent.mcp.driver import Driver, Opened
 from agent.mcp.server import build
 from agent.models.base import Unavailable
 from agent.models.external import offer
+from agent.runner import load_settings, save_settings, with_limits
 from agent.search import Limits
 
 LIMITS = Limits(rounds=None, candidates=3, stop_at=None, patience=None)
@@ -28,8 +29,10 @@ def new(kit: Any, **changes: Any) -> str:
 
 
 @asynccontextmanager
-async def client(kit: Any, run: str, driven: bool = True) -> AsyncIterator[Client]:
-    driver = Driver(kit.place, lambda: Opened(run, kit.services() if driven else None))
+async def client(
+    kit: Any, run: str, driven: bool = True, reopen: bool = False
+) -> AsyncIterator[Client]:
+    driver = Driver(kit.place, lambda: Opened(run, kit.services() if driven else None, reopen))
     driver.start()
     try:
         async with Client(build(driver)) as c:
@@ -178,6 +181,17 @@ def test_the_budget_ends_the_run_and_says_so(kit: Any) -> None:
     go(work)
     assert kit.queries.run(run)["state"] == "review"
     assert len(kit.judge.calls) == 2  # nobody reopened it
+    settings = with_limits(load_settings(kit.place, run), candidates=3)
+    save_settings(kit.place, run, settings)
+
+    async def more() -> None:
+        async with client(kit, run, reopen=True) as c:
+            assert (await call(c, "budget"))["stopped"] == ""
+            sent = await call(c, "submit", source=kernel(60), prediction=1.1)
+            assert (await call(c, "wait", ticket=sent["ticket"]))["report"]["us"] == 60.0
+
+    go(more)
+    assert [row["us"] for row in kit.queries.candidates(run)] == [100.0, 80.0, 70.0, 60.0]
 
 
 def test_wrong_requests_are_answered_with_sentences(kit: Any) -> None:
