@@ -18,6 +18,7 @@ from agent.export.rebuild import Made, compiler, job, make
 from agent.export.subject import ExportRefused, Subject, pretty
 from agent.offline import options_json, options_of
 from sandbox.artifact import Artifact, buffer_dict, digest, launch_dict
+from sandbox.compile_client import NoIsolation
 from targets.base import Options, UnknownOption, find
 
 USUAL_SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
@@ -87,7 +88,10 @@ def _compiled(out: Parts, part: str, s: Subject, how: tuple[Options, str]) -> bo
     options, arch = how
     with tempfile.TemporaryDirectory(prefix="kernelgen-export-") as store:
         with compiler(Path(store), arch) as compiling:
-            made: Made = make(compiling, job(s, options, arch))
+            try:
+                made = make(compiling, job(s, options, arch))
+            except NoIsolation as error:
+                made = Made(None, None, f"no compile jail works here: {error}")
             if made.artifact is None or made.folder is None:
                 out.notes.append(f"{part} for {arch} ({options.preset}): {made.why}")
                 return False

@@ -15,7 +15,7 @@ from agent.export.subject import Subject
 from agent.offline import options_of
 from sandbox import artifact_store
 from sandbox.artifact import Artifact
-from sandbox.compile_client import CompileClient, CompileSettings
+from sandbox.compile_client import CompileClient, CompileSettings, NoIsolation
 from sandbox.jobs import CompileJob, CompileOutcome, Compiler
 from targets.base import Options, find
 
@@ -77,13 +77,16 @@ def make(compiling: Compiler, wanted: CompileJob) -> Made:
 
 
 def rebuild(s: Subject, compiling: Compiler | None = None) -> Rebuilt:
-    """Raises NoIsolation. A given compiler must not know the artifact already."""
-    options = options_of(s.artifact)
+    """A given compiler must not know the artifact already. Where nothing can be compiled, it says so."""
+    wanted = job(s, options_of(s.artifact), s.artifact.arch)
     if compiling is not None:
-        return compare(s.artifact, make(compiling, job(s, options, s.artifact.arch)))
+        return compare(s.artifact, make(compiling, wanted))
     with tempfile.TemporaryDirectory(prefix="kernelgen-rebuild-") as store:
         with compiler(Path(store), s.artifact.arch) as fresh:
-            return compare(s.artifact, make(fresh, job(s, options, s.artifact.arch)))
+            try:
+                return compare(s.artifact, make(fresh, wanted))
+            except NoIsolation as error:
+                return Rebuilt(None, (f"no compile jail works here: {error}",))
 
 
 def compare(judged: Artifact, made: Made) -> Rebuilt:

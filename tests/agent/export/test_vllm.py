@@ -17,10 +17,12 @@ from click.testing import CliRunner
 from agent.cli import main
 from agent.export import bundle, places, style, subject, texts, vllm, vllm_files
 from agent.export.checkout import commit, open_checkout, patches, set_branch, worktree
-from agent.export.rebuild import Made, Rebuilt, compare
+from agent.export.rebuild import Made, Rebuilt, compare, rebuild
 from agent.export.subject import ExportRefused, Subject
 from agent.store import Queries
 from sandbox.artifact import Artifact, Launch, LaunchPlan
+from sandbox.jobs import CompileJob, CompileOutcome
+from sandbox.verdict import Failure, Status
 from targets.base import Options, Workload, find
 from targets.kimi_k3.reference import KimiReference
 from tests.agent.export import small, vllm_tree
@@ -247,6 +249,22 @@ def test_a_rebuild_says_what_differs() -> None:
     same_work = compare(a, Made(replace(a, source_sha256="1" * 64), None))
     assert same_work.same is False and same_work.machine_code_same is True
     assert compare(a, Made(None, None, "no jail")).same is None
+
+
+class Broken:
+    """A compiler on a machine without isolation."""
+
+    def compile(self, job: CompileJob) -> CompileOutcome:
+        return CompileOutcome(None, status=Status.INFRA, failure=Failure("server", "it  ended"))
+
+    def close(self) -> None:
+        return None
+
+
+def test_a_rebuild_that_cannot_be_tried_is_no_difference(tmp_path: Path) -> None:
+    _, s, _ = piece(tmp_path, "gemv", layers=1)
+    found = rebuild(s, Broken())
+    assert found.same is None and "infra: it ended" in found.sentence
 
 
 def test_pull_request_and_commits_say_what_is_known_and_what_is_not(tmp_path: Path) -> None:
