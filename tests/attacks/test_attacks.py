@@ -58,7 +58,7 @@ def judge(attack: Attack, tier: str, outcome: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(attack.name, marks=pytest.mark.slow if attack.slow else ()) for attack in ATTACKS
+    pytest.param(attack.name, marks=pytest.mark.soak if attack.slow else ()) for attack in ATTACKS
 ])  # fmt: skip
 def test_strongest_tier_stops(name: str, drivers: Any) -> None:
     client = drivers(ME)
@@ -66,21 +66,21 @@ def test_strongest_tier_stops(name: str, drivers: Any) -> None:
     judge(BY_NAME[name], way.split()[0] if way else "", run(client, BY_NAME[name], way))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("way", ROOT_WAYS)
 def test_started_by_root(name: str, way: str, drivers: Any) -> None:
     judge(BY_NAME[name], way.split()[0], run(drivers("root"), BY_NAME[name], way))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("way", USER_WAYS)
 def test_started_by_an_ordinary_user(name: str, way: str, drivers: Any) -> None:
     judge(BY_NAME[name], way.split()[0], run(drivers("user"), BY_NAME[name], way))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", TOOL_ATTACKS)
 @pytest.mark.parametrize("way", ["root/strict A", "root/strict B", "user/strict A"])
 def test_without_the_compile_filter(name: str, way: str, drivers: Any) -> None:
@@ -88,7 +88,7 @@ def test_without_the_compile_filter(name: str, way: str, drivers: Any) -> None:
     judge(BY_NAME[name], "strict", run(drivers(user), BY_NAME[name], f"{tier} tool"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("user", ["root", "user"])
 def test_the_filter_alone_keeps_nested_namespaces_out(user: str, drivers: Any) -> None:
     """Where a kernel refuses bubblewrap's own way to do it, and with the fork that the attack needs."""
@@ -97,7 +97,7 @@ def test_the_filter_alone_keeps_nested_namespaces_out(user: str, drivers: Any) -
     judge(attack, "strict", run(drivers(user), attack, way))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("user", ["root", "user"])
 def test_control_without_a_box_gets_through(name: str, user: str, drivers: Any) -> None:
