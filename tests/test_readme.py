@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 
 from agent.cli import main
@@ -20,7 +21,7 @@ def test_the_example_target_is_the_file() -> None:
 
 def test_every_command_named_exists_and_every_command_is_named() -> None:
     named = set(re.findall(r"`kernelgen (\w+)", README))
-    there = set(main.commands)
+    there = set(main.list_commands(click.Context(main)))
     assert named <= there
     missing = {c for c in there if not re.search(rf"\b{c}\b", README)}
     assert not missing
