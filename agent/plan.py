@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from agent import search
-from agent.models.base import StopRun
+from agent.models.base import ModelError, StopRun
 from agent.review.remarks import remarks
 from agent.state import Deps, RunState
 from agent.types import Direction, Situation
@@ -29,6 +29,9 @@ def plan(state: RunState, deps: Deps) -> dict[str, Any]:
         except StopRun as stop:
             deps.reporter.say(str(stop))
             return {"seqs": [], "stop": stop.reason}
+        except ModelError as error:
+            deps.reporter.say(f"no plan for round {round}: {error}")
+            return {"seqs": [], "stop": "provider"}
         if not directions:
             return {"seqs": [], "stop": "exhausted"}
         written = {"round": round, "begin": begin, "directions": [asdict(d) for d in directions]}

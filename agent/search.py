@@ -14,7 +14,7 @@ from sandbox.verdict import Outcome, Status, Tier, Trust, Verdict, WorkloadTimin
 
 # Stop reasons. The first group is a normal end; the second leaves a partial result behind.
 DONE = ("floor", "plateau", "rounds", "candidates", "exhausted", "seed_failed", "infra")
-SPENT = ("usd", "tokens", "minutes", "gpu_seconds", "credit", "auth")
+SPENT = ("usd", "tokens", "minutes", "gpu_seconds", "credit", "auth", "provider")
 TIERS = (Tier.SCREEN, Tier.FULL, Tier.PROMOTE)
 REPAIRABLE = frozenset(
     {

@@ -25,6 +25,7 @@ STOPS = {
     "tokens": "the token budget is spent", "minutes": "the time is up",
     "gpu_seconds": "the GPU time is spent", "credit": "the provider's credit or spend limit",
     "auth": "the provider refused the key or the request",
+    "provider": "the provider did not answer",
 }  # fmt: skip
 
 

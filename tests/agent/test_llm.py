@@ -18,6 +18,7 @@ from agent.models.base import (
 from agent.models.llm import ModelProposer
 from agent.models.scripted import ScriptedModel
 from agent.search import Limits
+from agent.summary import exit_code
 
 PLAN = json.dumps(
     {"directions": [{"title": "fuse", "detail": "d", "predicted_gain": 1.2, "parent": 0}]}
@@ -120,3 +121,15 @@ def test_a_repair_sees_the_failure_and_its_source_becomes_the_candidates(kit: An
     assert rows[1]["us"] == 75
     repair = next(p for p in model.prompts if p.role == "repair")
     assert "ends as compile_error" in repair.body
+
+
+def test_a_provider_out_of_reach_stops_the_run_which_can_go_on(kit: Any) -> None:
+    gone = OverloadError("no answer: connection refused", 5000.0)
+    ended, _, rows = go(kit, {"plan": [gone]})
+    assert (ended.stop, len(rows)) == ("provider", 1)
+    assert exit_code(ended, interrupted=False) == 3
+    assert any("connection refused" in line for line in kit.reporter.lines)
+    assert kit.queries.run(ended.run)["state"] == "spent"
+    model = ScriptedModel({"plan": [PLAN], "propose": [answer(80)], "reflect": [LESSONS]})
+    again = kit.go(ended.run, ModelProposer("openai", Book()), model)
+    assert again.incumbent == 1
