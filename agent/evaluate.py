@@ -123,6 +123,8 @@ def judge(state: CandidateState, deps: Deps) -> dict[str, Any]:
             deps.reporter.status(seq, "judging")
             job = judge_job(state, deps, compiled, deps.settings.tier)
             verdict, seconds, stop = _judge(deps, deps.judge, job)
+            if stop and not seq:
+                raise StopRun(stop, f"the seed was not judged: {stop}")
             _seed_must_be_judged(seq, verdict.status, verdict.failure)
             out = {"stop": stop} if stop else {}
             row = {"verdict": deps.workspace.put_verdict(verdict), "gpu_seconds": seconds}
@@ -176,7 +178,8 @@ def _judge(deps: Deps, service: Judge, job: JudgeJob) -> tuple[Verdict, float, s
     """The verdict, the seconds charged to the GPU budget, and a stop reason or ''."""
     for attempt in range(INFRA_RETRIES + 1):
         try:
-            with deps.ledger.reserve(Spent(gpu_seconds=0.0)) as use, deps.gpu:
+            # The lock first: whoever held it has been charged when the budget is looked at.
+            with deps.gpu, deps.ledger.reserve(Spent(gpu_seconds=0.0)) as use:
                 began = time.monotonic()
                 verdict = service.judge(job)
                 seconds = float(verdict.seconds.get("held", time.monotonic() - began))

@@ -219,6 +219,8 @@ class Engine:
             )  # fmt: skip
         except GraphDrained:
             return Stopped("drained", self.state())
+        except StopRun as stop:  # before anything was written: a resumed run tries again
+            return Stopped("end", cast(RunState, {**self.state(), "stop": stop.reason}))
         values = [i.value for i in out.interrupts]
         waiting = tuple(sorted(v["waiting"] for v in values if "waiting" in v))
         if waiting:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from agent import fakes
 from agent.fakes import kernel
 from agent.models.base import Unavailable
 from agent.models.scripted import ScriptedProposer
+from agent.runner import load_settings, save_settings, with_limits
 from agent.search import Limits
 from sandbox.verdict import Tier
 
@@ -110,6 +113,32 @@ def test_a_seed_that_the_machine_could_not_judge_is_judged_when_resumed(kit: Any
     assert kit.queries.run(run)["state"] == "failed"
     kit.judge = right
     assert kit.go(run, ScriptedProposer([kernel(80)])).incumbent == 1
+
+
+def test_a_budget_spent_before_the_seed_can_be_raised_when_resumed(kit: Any) -> None:
+    run = kit.new(limits=Limits(rounds=1, gpu_seconds=0.0))
+    ended = kit.go(run, ScriptedProposer([kernel(80)]))
+    assert (ended.how, ended.stop, kit.judge.calls) == ("end", "gpu_seconds", [])
+    assert kit.queries.run(run)["state"] == "spent"
+    settings = with_limits(load_settings(kit.place, run), gpu_seconds=1000.0)
+    save_settings(kit.place, run, settings)
+    assert kit.go(run, ScriptedProposer([kernel(80)])).incumbent == 1
+
+
+class Costly(fakes.FakeJudge):
+    """Holds the GPU for 5 seconds a judgement, as it says itself; slow enough for others to queue."""
+
+    def judge(self, job: Any) -> Any:
+        time.sleep(0.1)
+        return replace(super().judge(job), seconds={"held": 5.0})
+
+
+def test_gpu_time_is_looked_at_when_the_gpu_is_free_and_not_while_waiting_for_it(kit: Any) -> None:
+    kit.judge = Costly()
+    ended = kit.optimize(
+        [kernel(120), kernel(130), kernel(140)], k=3, limits=Limits(rounds=1, gpu_seconds=8.0)
+    )
+    assert (ended.stop, len(kit.judge.calls)) == ("gpu_seconds", 2)
 
 
 def test_infra_is_tried_again_and_charged_to_nobody(kit: Any) -> None:
