@@ -7,6 +7,7 @@ and is never stored. The constructor checks for it, since the SDK would fail onl
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from typing import Any
@@ -82,6 +83,8 @@ class AnthropicModel:
                 message = stream.get_final_message()
         except anthropic.APIError as error:
             raise _typed(error) from error
+        except json.JSONDecodeError as error:  # the SDK lets a garbled event pass
+            raise OverloadError(f"the stream is garbled: {error}") from error
         except AssertionError as error:  # the SDK's word for a stream that ended before its message
             raise OverloadError("the stream broke off") from error
         return self._checked(message, prompt, time.monotonic() - start)

@@ -7,6 +7,7 @@ OPENAI_API_KEY and is never stored; a local server needs none.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterable
@@ -68,6 +69,8 @@ class OpenAIModel:
             text, usage, end = call(prompt, schema)
         except openai.APIError as error:
             raise _typed(error) from error
+        except json.JSONDecodeError as error:  # the SDK lets a garbled event pass
+            raise OverloadError(f"the stream is garbled: {error}") from error
         done = Completion(
             text=text,
             usage=usage,

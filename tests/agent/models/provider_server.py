@@ -187,3 +187,26 @@ def chat(a: Answer) -> list[tuple[str, Any]]:
     }  # fmt: skip
     end = {"index": 0, "delta": {}, "finish_reason": a.end or "stop"}
     return [*events, chunk(choices=[end]), chunk(usage=usage), ("", "[DONE]")]
+
+
+@contextmanager
+def broken(body: bytes) -> Iterator[Server]:
+    """A server whose 200 says one chunk is to come, sends `body` and hangs up."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            return
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+            self.wfile.write(head + b"\r\n%x\r\n%b\r\n" % (len(body), body))
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield Server(f"http://127.0.0.1:{server.server_address[1]}", [])
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -11,7 +11,7 @@ import pytest
 from agent.models import base
 from agent.models.anthropic import AnthropicModel
 from agent.models.openai import OpenAIModel
-from tests.agent.models.provider_server import Answer, Server, serve
+from tests.agent.models.provider_server import Answer, Server, broken, serve
 
 PROMPT = base.Prompt("propose", "stable part", "body", max_output_tokens=500)
 Make = Callable[[Server], base.Model]
@@ -199,3 +199,12 @@ def test_an_estimate_bounds_the_bill() -> None:
         )
     assert got.tokens == 11_001 + 1000
     assert got.cost is not None and got.cost > 0
+
+
+@ALL
+@pytest.mark.parametrize("body", [b": hello\n\n", b"event: message_start\ndata: {half\n\n"])
+def test_a_connection_lost_or_garbled_within_the_stream_is_worth_another_attempt(
+    make: Make, body: bytes
+) -> None:
+    with broken(body) as s, pytest.raises(base.OverloadError):
+        make(s).complete(PROMPT)
