@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import anthropic
+import httpx2
 
 from agent.models import pricing
 from agent.models.base import (
@@ -83,8 +84,8 @@ class AnthropicModel:
                 message = stream.get_final_message()
         except anthropic.APIError as error:
             raise _typed(error) from error
-        except json.JSONDecodeError as error:  # the SDK lets a garbled event pass
-            raise OverloadError(f"the stream is garbled: {error}") from error
+        except (httpx2.HTTPError, json.JSONDecodeError) as error:  # the SDK lets both pass
+            raise OverloadError(f"the stream broke off: {error}") from error
         except AssertionError as error:  # the SDK's word for a stream that ended before its message
             raise OverloadError("the stream broke off") from error
         return self._checked(message, prompt, time.monotonic() - start)
