@@ -41,7 +41,7 @@ def test_right_kernel_passes_all_probes(tmp_path: Path) -> None:
         "perturbed",
         "without a pause",
         "distributions",
-        "6 steps",
+        "4 steps",
     ):
         assert part in said, part
     assert any("held-out" in line for line in v.not_verified)
