@@ -1,5 +1,5 @@
-"""OpenAI and compatible servers: the Responses API, streamed; `chat` for servers that speak chat
-completions only.
+"""OpenAI and compatible servers: the Responses API, streamed; chat completions for servers that
+speak only those, found out by their 404.
 
 One attempt a call, no retries here (`agent.models.calls` waits and retries). The key comes from
 OPENAI_API_KEY and is never stored; a local server needs none.
@@ -64,9 +64,8 @@ class OpenAIModel:
 
     def complete(self, prompt: Prompt, schema: Schema | None = None) -> Completion:
         start = time.monotonic()
-        call = self._responses if self._api == "responses" else self._chat
         try:
-            text, usage, end = call(prompt, schema)
+            text, usage, end = self._call(prompt, schema)
         except openai.APIError as error:
             raise _typed(error) from error
         except json.JSONDecodeError as error:  # the SDK lets a garbled event pass
@@ -86,6 +85,19 @@ class OpenAIModel:
         if end not in ("completed", "stop"):
             raise OverloadError(f"the stream ended with {end!r}", None, done)
         return done
+
+    def _call(self, prompt: Prompt, schema: Schema | None) -> tuple[str, Usage, str]:
+        """Through the API the server speaks: one without the Responses API is remembered as such."""
+        if self._api == "responses":
+            try:
+                return self._responses(prompt, schema)
+            except openai.NotFoundError:
+                if not self._local:
+                    raise
+                found = self._chat(prompt, schema)
+                self._api = "chat"
+                return found
+        return self._chat(prompt, schema)
 
     def _responses(self, prompt: Prompt, schema: Schema | None) -> tuple[str, Usage, str]:
         turns: list[Any] = [{"role": "user", "content": prompt.body}]

@@ -208,3 +208,17 @@ def test_a_connection_lost_or_garbled_within_the_stream_is_worth_another_attempt
 ) -> None:
     with broken(body) as s, pytest.raises(base.OverloadError):
         make(s).complete(PROMPT)
+
+
+def test_a_compatible_server_without_the_responses_api_is_asked_by_chat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    missing = Answer(status=404, error={"error": {"message": "Not Found"}})
+    with serve(missing, Answer("one"), Answer("two"), missing, missing) as s:
+        model = OpenAIModel("local-model", s.url + "/v1")
+        assert [model.complete(PROMPT).text for _ in range(2)] == ["one", "two"]
+        with pytest.raises(base.AuthError, match="HTTP 404"):
+            OpenAIModel("no-such-model", s.url + "/v1").complete(PROMPT)
+    paths = [r["path"].removeprefix("/v1/") for r in s.requests]
+    assert paths == ["responses", *["chat/completions"] * 2, "responses", "chat/completions"]
