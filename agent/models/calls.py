@@ -26,6 +26,7 @@ from agent.models.base import (
     StopRun,
     Usage,
     WaitError,
+    Waiting,
 )
 from agent.search import Spent
 from agent.workspace import RunFiles, Workspace, read_json, write_json
@@ -68,7 +69,9 @@ class RecordedModel:
         return self.clerk.model.estimate(prompt)
 
     def complete(self, prompt: Prompt, schema: Schema | None = None) -> Completion:
-        """Raises ModelError as the adapter does, StopRun for credit, key and budgets."""
+        """Raises ModelError as the adapter does, StopRun for credit, key and budgets, Waiting when
+        the run is asked to stop between two attempts.
+        """
         path = self.clerk.files.call(self.scope, self.calls)
         self.calls += 1
         found = read_json(path)
@@ -110,8 +113,8 @@ class RecordedModel:
                 if attempt + 1 == ATTEMPTS or pause > 10 * LONGEST_WAIT_S:
                     raise
                 wait = min(2 * wait, LONGEST_WAIT_S)
-                if self.clerk.sleep(pause):
-                    raise
+                if self.clerk.sleep(pause):  # asked to stop: the candidate is no failure of anyone
+                    raise Waiting(f"the provider is to be asked again: {error}") from error
         raise AssertionError("unreachable")
 
     def _row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from agent.models.base import (
     StopRun,
     TruncationError,
     Usage,
+    Waiting,
 )
 from agent.models.calls import ATTEMPTS, Clerk
 from agent.models.scripted import ScriptedModel
@@ -104,6 +106,15 @@ def test_a_refusal_without_usage_leaves_no_call(tmp_path: Path) -> None:
     with pytest.raises(RefusalError):
         desk.clerk.scope("s").complete(PROMPT)
     assert list(desk.files.calls()) == []
+
+
+def test_stopping_between_two_attempts_is_no_failure_and_is_asked_again(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, [OverloadError("busy"), "answer"])
+    impatient = replace(desk.clerk, sleep=lambda seconds: True)
+    with pytest.raises(Waiting, match="busy"):
+        impatient.scope("s").complete(PROMPT)
+    assert list(desk.files.calls()) == []
+    assert desk.clerk.scope("s").complete(PROMPT).text == "answer"
 
 
 def test_a_call_that_would_break_the_budget_is_not_made(tmp_path: Path) -> None:
