@@ -18,15 +18,15 @@ from targets.kimi_k3.seeds.mla import MLA_WEIGHTS, mla_core, mla_workspace
 
 TUNABLES = {
     "gemv_warps": (8, 4, 16),
-    "gemv_tile": (2, 1, 4),
+    "gemv_tile": (4, 2, 1),
     "gemv_unroll": (4, 2, 7),
-    "attn_res_vectors": (1, 2, 4),
+    "attn_res_vectors": (2, 1, 4),
     "kda_threads": (512, 256, 1024),
     "kv_splits": (64, 32, 16, 128),
     "mla_warps": (8, 4),
     "expert_up_warps": (4, 2, 8),
     "expert_down_warps": (4, 8, 2),
-    "expert_unroll": (4, 2, 8),
+    "expert_unroll": (2, 4, 8),
     "topk_warps": (8, 4, 16),
     "fuse_norm": (True, False),
     "pdl": (False, True),
