@@ -85,7 +85,7 @@ def _measure(s: Session) -> Measured:
         check.begin(round_)
         fresh.append(sum(len(x) for x in (samples[CANDIDATE],)))
         for i in range(blocks):
-            _block(s, i, samples, check)
+            block(s, i, samples, check)
         # the incumbent has had its own trial: for it the bits of timed and untimed runs are enough
         last = round_ + 1 == len(parts)
         for plan in s.plan_arms():
@@ -116,7 +116,7 @@ def _warm_up(s: Session) -> None:
             return
 
 
-def _block(
+def block(
     s: Session, number: int, samples: dict[str, list[list[float]]], check: ChainCheck
 ) -> None:
     """A B C C B A: each arm twice, so that a drift inside the block falls on all alike. The next block of a round
