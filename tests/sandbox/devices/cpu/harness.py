@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +36,30 @@ class Ran:
     tensors: Sequence[torch.Tensor] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """A launch that ended well: what it began with and what it left. `labels` name equal parts of the last tensor."""
+
+    artifact: Artifact
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+    labels: Sequence[str] = ()
+
+
+_RECORD: list[list[Recorded]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[Recorded]]:
+    """Launches through `run` meanwhile; those that fault or report findings are left out."""
+    made: list[Recorded] = []
+    _RECORD.append(made)
+    try:
+        yield made
+    finally:
+        _RECORD.remove(made)
+
+
 def artifact(
     ptx: str, args: Sequence[torch.Tensor | int], shape: Shape, kernel: str = "k"
 ) -> Artifact:
@@ -58,7 +83,7 @@ def artifact(
 
 def run(
     ptx: str, args: Sequence[torch.Tensor | int], shape: Shape | None = None, *, kernel: str = "k",
-    device: CpuDevice | None = None, undefined: Sequence[int] = (),
+    device: CpuDevice | None = None, undefined: Sequence[int] = (), labels: Sequence[str] = (),
 ) -> Ran:  # fmt: skip
     """Load, bind and launch. Raises Refused or Faulted."""
     a = artifact(ptx, args, shape or Shape(), kernel)
@@ -68,7 +93,11 @@ def run(
         "step", {f"workspace.b{i}": t for i, t in enumerate(tensors)},
         frozenset(f"workspace.b{i}" for i in undefined),
     )  # fmt: skip
+    before = [t.clone() for t in tensors] if _RECORD else []
     bound.launch()
+    if not program.findings():
+        for made in _RECORD:
+            made.append(Recorded(a, before, [t.clone() for t in tensors], labels))
     return Ran(program, bound, tensors)
 
 

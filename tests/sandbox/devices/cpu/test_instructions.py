@@ -80,7 +80,7 @@ def compute(cases: list[str], a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np
     text = kernel(body, "pppp", ".reg .b32 %ra, %rb, %rc, %ro; .reg .b64 %rda, %rdb, %rdo;")
     out = torch.zeros(len(cases) * len(a), dtype=torch.int64)
     tensors = [torch.from_numpy(v.view(np.int32).copy()) for v in (a, b, c)]
-    run(text, [*tensors, out], Shape(grid=(len(a) // 32, 1, 1)))
+    run(text, [*tensors, out], Shape(grid=(len(a) // 32, 1, 1)), labels=cases)
     return out.numpy().view(np.uint64).reshape(len(cases), len(a))
 
 
