@@ -25,6 +25,7 @@ MAX_PARAM_BYTES = 32764
 MAX_BUFFERS = 8192
 MAX_BUFFER_BYTES = 1 << 40
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+TIMELINE = "timeline"  # the reserved tunable that asks for a build with marks
 GROUPS = ("inputs", "weights", "states", "outputs", "workspace", "constants")
 
 PlanName = Literal["step", "prepare"]
@@ -104,6 +105,11 @@ class Artifact:
     @property
     def sha256(self) -> str:
         return hashlib.sha256(canonical(self.manifest()).encode()).hexdigest()
+
+    @property
+    def instrumented(self) -> bool:
+        """A build with marks inside its kernels: looked at once, never judged or timed against others."""
+        return self.tunables.get(TIMELINE) is True
 
     @property
     def ptx_sha256(self) -> str:

@@ -55,7 +55,9 @@ class CompileOutcome:
 class JudgeJob:
     """An artifact to judge at a tier on a device. `incumbent` and `baselines` are timed against it, interleaved.
 
-    `options` selects the workload (`targets.base.Options` as a dict); `seed` None means secret and fresh.
+    `options` selects the workload (`targets.base.Options` as a dict); `seed` None means secret and fresh. With
+    `timeline`, a build of the same source with marks, nothing is judged: both are run, compared bit for bit, and the
+    verdict holds the waterfall alone.
     """
 
     artifact: Path
@@ -68,6 +70,7 @@ class JudgeJob:
     seed: int | None = None
     deadline_s: float = 120.0
     compile_isolation: Mapping[str, Any] = field(default_factory=dict)
+    timeline: Path | None = None
 
 
 class Compiler(Protocol):

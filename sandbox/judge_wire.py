@@ -89,6 +89,7 @@ def job_to_json(job: JudgeJob) -> dict[str, Any]:
     d = asdict(job)
     d["artifact"] = str(job.artifact.resolve())
     d["incumbent"] = str(job.incumbent.resolve()) if job.incumbent else None
+    d["timeline"] = str(job.timeline.resolve()) if job.timeline else None
     return d
 
 
@@ -107,6 +108,7 @@ def job_from_json(value: object) -> JudgeJob:
             seed=None if d["seed"] is None else strict.integer(d["seed"], "job.seed", 0, 2**63 - 1),
             deadline_s=_seconds(d["deadline_s"]),
             compile_isolation=dict(d["compile_isolation"]),
+            timeline=None if d["timeline"] is None else Path(d["timeline"]),
         )
     except (TypeError, ValueError) as error:
         raise (

@@ -64,7 +64,7 @@ def lint(artifact: Artifact, assembled: Mapping[str, Assembled]) -> Report:
         plan = artifact.step if name == "step" else artifact.prepare
         if plan is None:
             continue
-        refusals += lint_ptx(artifact.arch, plan)
+        refusals += lint_ptx(artifact.arch, plan, artifact.instrumented)
         refusals += list(_launch_limits(plan, code.resources))
         advice += list(_resources(code.resources))
         advice += list(_bulk_hints(plan.ptx))
@@ -73,8 +73,8 @@ def lint(artifact: Artifact, assembled: Mapping[str, Assembled]) -> Report:
     return Report(tuple(refusals), tuple(advice))
 
 
-def lint_ptx(arch: str, plan: LaunchPlan) -> list[Failure]:
-    """Refusals that the PTX and plan alone show; needs no assembler."""
+def lint_ptx(arch: str, plan: LaunchPlan, clocks: bool = False) -> list[Failure]:
+    """Refusals that the PTX and plan alone show; needs no assembler. `clocks`: an instrumented build reads them."""
     text = plan.ptx
     out = []
     if (found := ptx_text.target(text)) != arch:
@@ -88,7 +88,7 @@ def lint_ptx(arch: str, plan: LaunchPlan) -> list[Failure]:
     grids = {x.kernel: x for x in sorted(plan.launches, key=lambda x: x.cooperative, reverse=True)}
     for entry in ptx_text.entries(text):
         body = text[entry.start : entry.end]
-        if clock := _CLOCK.search(body):
+        if not clocks and (clock := _CLOCK.search(body)):
             out.append(_failure("clock", f"reads {clock[0]}", kernel=entry.name))
         launch = grids.get(entry.name)
         if launch is None or launch.cooperative or launch.grid == (1, 1, 1):

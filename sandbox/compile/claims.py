@@ -17,6 +17,7 @@ from sandbox.artifact import (
     MAX_PARAM_BYTES,
     MAX_PTX_BYTES,
     SCHEMA,
+    TIMELINE,
     Artifact,
     Buffer,
     buffer_dict,
@@ -117,7 +118,8 @@ def tunables(value: object) -> dict[str, tuple[Any, ...]]:
 
 def chosen(job: CompileJob, declared: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """The full setting that was compiled: the job's choice, first declared values for the rest."""
-    return {name: job.tunables.get(name, values[0]) for name, values in declared.items()}
+    values = {name: job.tunables.get(name, values[0]) for name, values in declared.items()}
+    return values | ({TIMELINE: True} if job.tunables.get(TIMELINE) is True else {})
 
 
 def _block(blocks: Mapping[str, bytes], name: str) -> bytes:

@@ -39,7 +39,7 @@ def build(artifact: Artifact) -> Built:
         if functions:
             message = f"{name} calls the device runtime: {', '.join(functions)[:200]}"
             raise Refused(Status.LINT, Failure("extern-function", message))
-        _lint(name, artifact.arch, plan)
+        _lint(name, artifact, plan)
     done: dict[str, Assembled] = {}
     for name, plan in plans.items():
         if plan.ptx not in done:
@@ -49,10 +49,10 @@ def build(artifact: Artifact) -> Built:
     return Built({ptx: a.cubin for ptx, a in done.items()}, tuple(resources.values()))
 
 
-def _lint(name: str, arch: str, plan: LaunchPlan) -> None:
+def _lint(name: str, artifact: Artifact, plan: LaunchPlan) -> None:
     """Refusals that the PTX shows. Advice from machine code is for the compiling side: it takes a second."""
     try:
-        found = lint_ptx(arch, plan)
+        found = lint_ptx(artifact.arch, plan, artifact.instrumented)
     except PtxError as error:
         raise Refused(
             Status.PLAN_ERROR, Failure("ptx", f"the PTX of {name} is malformed: {error}")

@@ -77,14 +77,20 @@ def load_attribute(where: str) -> Any:
     return getattr(module, attribute)
 
 
-def read_artifact(folder: Path, case: Case) -> Artifact:
-    """Load and compare with the target's contract. Raises Refused with `plan_error`."""
+def read_artifact(folder: Path, case: Case, instrumented: bool = False) -> Artifact:
+    """Load and compare with the target's contract. A build with marks is read only where one is asked for.
+
+    Raises Refused with `plan_error`."""
     try:
         artifact = artifact_store.load(folder)
     except Malformed as error:
         raise _refused("schema", f"the artifact is malformed: {error}") from error
     except OSError as error:
         raise _refused("schema", f"the artifact cannot be read: {error.strerror}") from error
+    if artifact.instrumented is not instrumented:
+        raise _refused(
+            "instrumented", "a build with marks is for the timeline, and for nothing else"
+        )
     _check_identity(artifact, case)
     _check_buffers(artifact, case.workload)
     _check_workspace(artifact, case)

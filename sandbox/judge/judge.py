@@ -13,7 +13,7 @@ import torch
 
 from sandbox.devices.base import Device, Faulted, Refused
 from sandbox.jobs import JudgeJob
-from sandbox.judge import profile, rig, timing
+from sandbox.judge import profile, rig, timeline, timing
 from sandbox.judge.case import open_case, read_artifact
 from sandbox.judge.checks import Checker
 from sandbox.judge.ending import Ended
@@ -41,6 +41,8 @@ def run(
     draft = Draft(job, progress or (lambda phase: None))
     try:
         with torch.inference_mode():
+            if job.timeline is not None:
+                return timeline.run(draft, device)
             return _judge(job, device, draft, todo or effort(job.tier, device.kind))
     except (Refused, Faulted) as end:
         return draft.ended(end.status, end.failure)

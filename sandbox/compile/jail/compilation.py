@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -44,6 +45,9 @@ def _compile(
     tensors += signature.workspace(module, cfg)
     constants, data = signature.constants(module, cfg)
     tensors += constants
+    helper = _helper(cfg)
+    marks = signature.marks(helper)
+    tensors += marks
     plans = {"step": (step, list(enumerate(tensors)))}
     if hasattr(module, "prepare"):
         seen = [(i, b) for i, b in enumerate(tensors) if signature.visible_to_prepare(b)]
@@ -59,6 +63,8 @@ def _compile(
         out[f"plan.{name}"] = json.dumps([c.launches for c in captures]).encode()
         for i, c in enumerate(captures):
             out[f"params.{name}.{i}"] = b"".join(c.params)
+    if helper:
+        out["constants.timeline"] = helper.names()
     body = {
         "ok": True,
         "plans": sorted(plans),
@@ -68,6 +74,19 @@ def _compile(
     declared = [b for b in tensors if b.path.startswith(("workspace.", "constants."))]
     out["declared"] = json.dumps([b.declaration() for b in declared]).encode()
     return body, out
+
+
+def _helper(cfg: Any) -> Any:
+    """The module of marks in an instrumented build, else None."""
+    if not cfg.timeline:
+        return None
+    found = sys.modules.get("kernelgen.timeline")
+    if found is None:
+        text = (
+            "an instrumented build was asked for, but the file does not import kernelgen.timeline"
+        )
+        raise errors.Refused("rejected", "timeline", text)
+    return found
 
 
 def _import(source: bytes) -> Any:

@@ -26,7 +26,8 @@ NUMPY = {
     "uint64": "u64", "uint32": "u32", "uint16": "u16", "uint8": "u8",
 }  # fmt: skip
 MAX_CONSTANTS = 256
-RESERVED = ("dims", "arch", "sms")
+RESERVED = ("dims", "arch", "sms", "timeline")
+TIMELINE = "timeline"  # asked for like a tunable: the instrumented build
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 
 
@@ -83,7 +84,10 @@ def tunables(module: ModuleType) -> dict[str, tuple[Any, ...]]:
 def config(job: Mapping[str, Any], declared: Mapping[str, tuple[Any, ...]]) -> SimpleNamespace:
     """`cfg`: the chosen tunables (defaults for the rest), dims, arch and SM count."""
     chosen = {name: values[0] for name, values in declared.items()}
+    timeline = job["tunables"].get(TIMELINE) is True
     for name, value in job["tunables"].items():
+        if name == TIMELINE:
+            continue
         if name not in declared:
             known = ", ".join(declared) or "none"
             raise Refused(
@@ -95,7 +99,11 @@ def config(job: Mapping[str, Any], declared: Mapping[str, tuple[Any, ...]]) -> S
             )
         chosen[name] = value
     return SimpleNamespace(
-        **chosen, dims=SimpleNamespace(**job["dims"]), arch=job["arch"], sms=job["sms"]
+        **chosen,
+        timeline=timeline,
+        dims=SimpleNamespace(**job["dims"]),
+        arch=job["arch"],
+        sms=job["sms"],
     )
 
 
@@ -186,6 +194,17 @@ def constants(module: ModuleType, cfg: SimpleNamespace) -> tuple[list[Tensor], l
         tensors.append(Tensor(f"constants.{name}", dtype, array.shape or (1,)))
         data.append(array.tobytes())
     return tensors, data
+
+
+def marks(helper: Any) -> list[Tensor]:
+    """The buffers of an instrumented build: rows of marks, and the names of phases."""
+    if helper is None:
+        return []
+    shape = (helper.TRACKS, helper.ROWS, 4)
+    return [
+        Tensor("workspace.timeline", "u32", shape, 128, "zero", "persistent"),
+        Tensor("constants.timeline", "u8", (helper.NAMES_BYTES,)),
+    ]
 
 
 def visible_to_prepare(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 def main() -> None:
     here = Path(__file__).resolve().parent
-    sys.path[:0] = [os.environ["BOX_LIB"], str(here.parent), str(Path.cwd())]
+    sys.path[:0] = [os.environ["BOX_LIB"], str(here.parent), str(here / "offer"), str(Path.cwd())]
     boxed: Any = importlib.import_module("boxed")
     started = time.monotonic()
     compilation: Any = importlib.import_module("jail.compilation")

@@ -1,0 +1,1 @@
+"""Helpers for candidates. `from kernelgen import timeline` marks the phases of a kernel (docs/candidate.md)."""
