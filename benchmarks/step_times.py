@@ -70,7 +70,7 @@ def measure(
                 "block": x.block,
                 "us": round(after - before, 3),
             }
-            for x, before, after in zip(launches, times, times[1:], strict=True)
+            for x, before, after in zip(launches, times[:-1], times[1:], strict=True)
         ]
     for name, tensor in states.items():
         bench.buffers[name].copy_(tensor)
