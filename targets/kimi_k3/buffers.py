@@ -1,7 +1,8 @@
 """Names, shapes and dtypes of every buffer, by part of the layer. One place, shared by the stack and the pieces.
 
-Weights are row-major [out, in]. `M` = rows = requests (one token each). Rank 0 of `ranks` runs; what the other ranks
-contribute arrives in `inputs.remote.layers.N`, present only with `ranks` > 1:
+Weights are row-major [out, in]. `M` = rows = B requests of q tokens each (q = 1: plain decoding), the rows of a request
+next to each other in order. Rank 0 of `ranks` runs; what the other ranks contribute arrives in
+`inputs.remote.layers.N`, present only with `ranks` > 1 (`collectives` names the exchanges and their places):
 
     attn    f32  [M, hidden]                     sum of the other ranks' o_proj partials:  a = bf(bf(partial) + attn)
     latent  bf16 [M, latent - latent_local]      columns latent_local.. of the latent (sharded latent-down only)
@@ -28,13 +29,26 @@ Row = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Shape:
-    """A concrete problem: sizes, rows, context and the variant of the FFN front."""
+    """A concrete problem: sizes, rows, context, tokens a request, and the variants of formats and of the FFN front."""
 
     sizes: Sizes
     rows: int
     context: int
     latent_sharded: bool = True
     router_sharded: bool = False
+    q: int = 1
+    kv: str = "bf16"
+    experts: str = "mxfp4"
+    taps: bool = False
+
+    @property
+    def requests(self) -> int:
+        return self.rows // self.q
+
+    @property
+    def taps_kept(self) -> int:
+        """Columns of a request's conv page: the history, and with q > 1 the tokens that may be taken back."""
+        return self.q + 2
 
     @property
     def slots(self) -> int:
@@ -48,7 +62,7 @@ class Shape:
     @property
     def pages(self) -> int:
         """Cache pages; two belong to nobody."""
-        return self.rows * self.pages_per_request + 2
+        return self.requests * self.pages_per_request + 2
 
     @property
     def latent_rows(self) -> int:
@@ -81,6 +95,8 @@ def kda_weights(p: Shape) -> Iterator[Row]:
     s = p.sizes
     yield "in_proj", "bf16", (s.in_proj_rows, s.hidden)
     yield "f_b", "bf16", (s.kda_dim, s.f_rank)
+    if s.gate_rank:
+        yield "g_b", "bf16", (s.kda_dim, s.gate_rank)
     yield "conv", "f32", (3 * s.kda_dim, 4)
     yield "A_log", "f32", (s.kda_heads,)
     yield "dt_bias", "f32", (s.kda_dim,)
@@ -89,9 +105,9 @@ def kda_weights(p: Shape) -> Iterator[Row]:
 
 
 def kda_states(p: Shape) -> Iterator[Row]:
-    """`conv` taps oldest first: [slot, tap, channel], channels q | k | v. `S` [slot, head, V, K]."""
+    """`conv` taps oldest first: [slot, tap, channel], channels q | k | v, q + 2 taps. `S` [slot, head, V, K]."""
     s = p.sizes
-    yield "conv", "bf16", (p.slots, 3, 3 * s.kda_dim)
+    yield "conv", "bf16", (p.slots, p.taps_kept, 3 * s.kda_dim)
     yield "S", "f32", (p.slots, s.kda_heads, s.head_dim, s.head_dim)
 
 
@@ -105,11 +121,14 @@ def mla_weights(p: Shape) -> Iterator[Row]:
     yield "w_uk", "bf16", (s.mla_heads, s.qk_nope, s.kv_lora)
     yield "w_uv", "bf16", (s.mla_heads, s.v_dim, s.kv_lora)
     yield "o_proj", "bf16", (s.hidden, s.mla_dim)
+    if p.kv == "fp8":
+        yield "k_scale", "f32", (1,)
+        yield "q_scale", "f32", (1,)
 
 
 def mla_states(p: Shape) -> Iterator[Row]:
-    """Paged latent cache, [c kv_lora | k_pe qk_rope] per token."""
-    yield "kv", "bf16", (p.pages, p.sizes.page, p.sizes.kv_dim)
+    """Paged latent cache, [c kv_lora | k_pe qk_rope] per token; fp8: E4M3 of both over `k_scale`, saturating."""
+    yield "kv", "e4m3" if p.kv == "fp8" else "bf16", (p.pages, p.sizes.page, p.sizes.kv_dim)
 
 
 def router_weights(p: Shape) -> Iterator[Row]:
@@ -118,13 +137,23 @@ def router_weights(p: Shape) -> Iterator[Row]:
 
 
 def expert_weights(p: Shape) -> Iterator[Row]:
-    """MXFP4: codes, two columns a byte, low nibble = even column; scales UE8M0, one byte per 32 columns of a row."""
+    """Codes, two columns a byte, low nibble = even column. MXFP4: scales UE8M0, one byte per 32 columns of a row.
+    NVFP4: scales E4M3, one per 16 columns, and one f32 factor per expert and matrix."""
     s = p.sizes
-    for name in ("w1", "w3"):
-        yield name, "u8", (s.experts, s.expert_dim, s.latent // 2)
-        yield f"{name}_scale", "u8", (s.experts, s.expert_dim, s.latent // 32)
-    yield "w2", "u8", (s.experts, s.latent, s.expert_dim // 2)
-    yield "w2_scale", "u8", (s.experts, s.latent, s.expert_dim // 32)
+    nv = p.experts == "nvfp4"
+    for name, rows, columns in (
+        ("w1", s.expert_dim, s.latent),
+        ("w3", s.expert_dim, s.latent),
+        ("w2", s.latent, s.expert_dim),
+    ):
+        yield name, "u8", (s.experts, rows, columns // 2)
+        yield (
+            f"{name}_scale",
+            "e4m3" if nv else "u8",
+            (s.experts, rows, columns // (16 if nv else 32)),
+        )
+        if nv:
+            yield f"{name}_factor", "f32", (s.experts,)
 
 
 def moe_weights(p: Shape) -> Iterator[Row]:
@@ -175,13 +204,19 @@ def moe_send(p: Shape) -> Iterator[Row]:
 
 
 def kda_inputs(p: Shape) -> Iterator[Row]:
-    """`slots`: state slot of each request; id <= 0 is the null slot (zero attention output, nothing written)."""
-    yield "slots", "i32", (p.rows,)
+    """`slots`: state slot of each request; id <= 0 is the null slot (zero attention output, nothing written).
+    With q > 1 a slot per token, the state after it, and `accepted` (1..q): the tokens of the step before that were
+    kept."""
+    if p.q == 1:
+        yield "slots", "i32", (p.rows,)
+        return
+    yield "slots", "i32", (p.requests, p.q)
+    yield "accepted", "i32", (p.requests,)
 
 
 def mla_inputs(p: Shape) -> Iterator[Row]:
-    """`lengths` count the new token; 0 gives zero output. `slot_mapping`: flat cache row page * page_size + offset of
-    the new token, negative = do not insert."""
-    yield "lengths", "i32", (p.rows,)
-    yield "block_table", "i32", (p.rows, p.pages_per_request)
+    """`lengths` count the new tokens; 0 gives zero output. `slot_mapping`: flat cache row page * page_size + offset of
+    each new token, negative = do not insert."""
+    yield "lengths", "i32", (p.requests,)
+    yield "block_table", "i32", (p.requests, p.pages_per_request)
     yield "slot_mapping", "i64", (p.rows,)

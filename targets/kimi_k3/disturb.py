@@ -19,7 +19,7 @@ class Draft:
     """A shallow copy of all tensors; `edit` copies one before it is changed."""
 
     def __init__(self, w: Workload, seed: int, tensors: Tensors) -> None:
-        self.w, self.seed = w, seed
+        self.w, self.seed, self.q = w, seed, w.q
         self.t = dict(tensors)
 
     def names(self, *leaves: str) -> list[str]:
@@ -94,17 +94,33 @@ def _one_choice(d: Draft) -> None:
 
 
 def _null_request(d: Draft) -> None:
-    """Request 0 is padding: null slot, length 0, nothing inserted; the other ranks send it zeros too."""
-    for name in d.names("slots", "slot_mapping"):
-        d.edit(name)[0] = -1 if name.endswith("mapping") else 0
-    for name in d.names("lengths"):
+    """Request 0 is padding: null slots, length 0, nothing inserted; the other ranks send it zeros too."""
+    for name in d.names("slots", "lengths"):
         d.edit(name)[0] = 0
+    for name in d.names("slot_mapping"):
+        d.edit(name)[: d.q] = -1
     for name in d.names("attn"):
-        d.edit(name)[0] = 0
+        d.edit(name)[: d.q] = 0
+
+
+def _null_store(d: Draft) -> None:
+    """The last request keeps no state of its last token, unless it starts from that slot."""
+    accepted = d.t["inputs.accepted"]
+    slots = d.edit("inputs.slots")
+    if int(accepted[-1]) == d.q:
+        d.edit("inputs.accepted")[-1] = d.q - 1
+    slots[-1, -1] = -1
+
+
+def _accepted(d: Draft) -> None:
+    """One token was kept of every other request, all of the others."""
+    accepted = d.edit("inputs.accepted")
+    for b in range(accepted.shape[0]):
+        accepted[b] = 1 if (b + d.seed) % 2 else d.q
 
 
 def _no_insert(d: Draft) -> None:
-    """The last request's new row is not inserted: attention sees what the cache holds there."""
+    """The last request's last new row is not inserted: attention sees what the cache holds there."""
     for name in d.names("slot_mapping"):
         d.edit(name)[-1] = -1
 
@@ -114,9 +130,9 @@ def _short(d: Draft) -> None:
     page, most = int(d.w.dims["page"]), int(d.w.dims["context"])
     lengths = d.edit("inputs.lengths")
     for m in range(lengths.shape[0]):
-        lengths[m] = min((1, page - 1, page, page + 1)[(m + d.seed) % 4], most)
+        lengths[m] = min(max((1, page - 1, page, page + 1)[(m + d.seed) % 4], d.q), most)
     table = d.t["inputs.block_table"]
-    d.t["inputs.slot_mapping"] = cache_rows(table, lengths, page)
+    d.t["inputs.slot_mapping"] = cache_rows(table, lengths, (page, d.q))
 
 
 def _stale_cache(d: Draft) -> None:
@@ -129,7 +145,10 @@ def _stale_cache(d: Draft) -> None:
         seen[table[m][t // page] * page + t % page] = True
     for name in d.names("kv"):
         kv = d.edit(name)
-        kv.view(-1, kv.shape[-1])[~seen.to(kv.device)] = 1000.0
+        huge = 1000.0 if kv.element_size() > 1 else 448.0
+        kv.view(-1, kv.shape[-1])[~seen.to(kv.device)] = torch.tensor(
+            huge, dtype=kv.dtype, device=kv.device
+        )
 
 
 def _saturated(d: Draft) -> None:
@@ -148,9 +167,10 @@ def _decay(d: Draft) -> None:
 
 def _beta(d: Draft) -> None:
     """Write strengths at 0 and 1."""
-    first = 4 * int(d.w.dims["kda_dim"]) + int(d.w.dims["f_rank"])
+    wide, rank = int(d.w.dims["kda_dim"]), int(d.w.dims["f_rank"])
+    first = 3 * wide if d.w.dims["gate_rank"] else 4 * wide + rank
     for name in d.names("in_proj"):
-        d.edit(name)[first:].mul_(40)
+        d.edit(name)[first : first + int(d.w.dims["kda_heads"])].mul_(40)
 
 
 def _faint(d: Draft) -> None:
@@ -169,6 +189,7 @@ _ALL: dict[str, tuple[str, Callable[[Draft], None]]] = {
     "router_ties": ("router", _router_ties), "one_choice": ("router", _one_choice),
     "null_request": ("slots lengths", _null_request), "no_insert": ("lengths", _no_insert),
     "short": ("lengths", _short), "stale_cache": ("lengths", _stale_cache), "saturated": ("lengths", _saturated),
+    "null_store": ("accepted", _null_store), "accepted": ("accepted", _accepted),
     "decay": ("slots", _decay), "beta": ("slots", _beta), "faint": ("slots", _faint),
 }  # fmt: skip
 

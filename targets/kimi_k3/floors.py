@@ -14,7 +14,9 @@ from sandbox.dtypes import nbytes
 from targets.base import Floor
 from targets.kimi_k3.buffers import Row, Shape, expert_weights
 
-EXPERT_BUFFERS = ("w1", "w1_scale", "w2", "w2_scale", "w3", "w3_scale")
+EXPERT_BUFFERS = tuple(
+    f"{w}{part}" for w in ("w1", "w2", "w3") for part in ("", "_scale", "_factor")
+)
 
 
 def expected_distinct(experts: int, topk: int, rows: int) -> float:
@@ -41,12 +43,14 @@ def dense_weight_bytes(buffers: Sequence[Buffer]) -> int:
 
 
 def state_bytes(p: Shape, kda_layers: int, mla_layers: int, length: int) -> tuple[int, int]:
-    """(read, written): S and conv of each request both ways, the cache rows of `length` tokens, one new row."""
+    """(read, written): of each request one S and three taps, and the cache rows of the old tokens of `length`; S once a
+    token, the conv page, and q new rows. With q > 1 every token leaves its whole state."""
     s = p.sizes
-    kda = 4 * s.kda_heads * s.head_dim**2 + 2 * 3 * 3 * s.kda_dim
-    row = 2 * s.kv_dim
-    read = p.rows * (kda_layers * kda + mla_layers * max(length - 1, 0) * row)
-    return read, p.rows * (kda_layers * kda + mla_layers * row)
+    state, tap = 4 * s.kda_heads * s.head_dim**2, 2 * 3 * s.kda_dim
+    row = (1 if p.kv == "fp8" else 2) * s.kv_dim
+    read = kda_layers * (state + 3 * tap) + mla_layers * max(length - p.q, 0) * row
+    written = kda_layers * (p.q * state + p.taps_kept * tap) + mla_layers * p.q * row
+    return p.requests * read, p.requests * written
 
 
 def flops(p: Shape, buffers: Sequence[Buffer], mla_layers: int, length: int) -> int:

@@ -24,6 +24,8 @@ SMALL_BYTES = 16 << 20
 QUERY_GAIN = 2.0
 """Attention scores of standard deviation about 2: a few hundred tokens of a long context matter."""
 CODE_RMS = math.sqrt(sum(m * m for m in MAGNITUDES) / len(MAGNITUDES))
+NV_SCALE_RMS = 79.0
+"""Of scales drawn evenly from 16 to 128."""
 OUTPUT_GAIN = 6.0
 """Of MLA's o_proj: averages over many tokens are small, and its output should weigh as much as KDA's."""
 REMOTE_STD = {"attn": 0.2, "moe": 0.04, "shared": 0.17, "dense": 0.17}
@@ -32,7 +34,7 @@ partial of this rank, which is what is checked."""
 
 
 def shape_of(w: Workload) -> Shape:
-    return resolve(w.target.removeprefix("kimi-k3-"), w.options).shape
+    return resolve(w.target, w.options).shape
 
 
 def generator(seed: int, name: str, device: str) -> torch.Generator:
@@ -55,9 +57,13 @@ class Draw:
             part.copy_(torch.randn(part.shape, generator=self.g, device=self.device) * std + mean)
         return out.to(self.to)
 
-    def uniform(self, low: float, high: float) -> Tensor:
-        u = torch.rand(self.shape, generator=self.g, device=self.device)
-        return (low + (high - low) * u).to(self.to)
+    def uniform(self, low: float, high: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        flat = out.view(-1)
+        for part in flat.split(1 << 26):
+            u = torch.rand(part.shape, generator=self.g, device=self.device)
+            part.copy_(low + (high - low) * u)
+        return out.to(self.to)
 
     def integers(self, low: int, high: int, dtype: torch.dtype) -> Tensor:
         """low <= value < high."""
@@ -82,7 +88,7 @@ def _weight(w: Workload, b: Buffer, draw: Draw) -> Tensor:
         return draw.normal(1.0 / math.sqrt(hidden))
     if leaf.endswith("norm"):
         return draw.normal(0.1, mean=1.0)
-    if b.dtype == "u8":
+    if leaf.startswith(("w1", "w2", "w3")):
         return _expert(w, b, draw)
     if leaf == "in_proj":
         return _in_proj(w, draw)
@@ -105,7 +111,14 @@ def _bias(draw: Draw) -> Tensor:
     return draw.normal(0.05, dtype=torch.float32)
 
 
-_VECTORS = {"conv": _conv, "A_log": _a_log, "dt_bias": _dt_bias, "router_bias": _bias}
+def _cache_scale(draw: Draw) -> Tensor:
+    return draw.uniform(0.5, 2.0)
+
+
+_VECTORS = {
+    "conv": _conv, "A_log": _a_log, "dt_bias": _dt_bias, "router_bias": _bias, "k_scale": _cache_scale,
+    "q_scale": _cache_scale,
+}  # fmt: skip
 
 
 def _gain(w: Workload, name: str) -> float:
@@ -124,17 +137,23 @@ def fan_in(w: Workload, leaf: str, shape: tuple[int, ...]) -> int:
 
 def _in_proj(w: Workload, draw: Draw) -> Tensor:
     out = draw.normal(1.0 / math.sqrt(draw.shape[1]))
-    live = 4 * int(w.dims["kda_dim"]) + int(w.dims["f_rank"]) + int(w.dims["kda_heads"])
-    out[live:] = 0
+    out[shape_of(w).sizes.in_proj_live :] = 0
     return out
 
 
 def _expert(w: Workload, b: Buffer, draw: Draw) -> Tensor:
+    """Codes; MXFP4: scales of three neighbouring powers of two. NVFP4: scales of three binades, and what is left of the
+    wanted size in the factor, where no power of two is hidden."""
     leaf = b.name.rsplit(".", 1)[-1]
-    if not leaf.endswith("_scale"):
+    matrix, _, kind = leaf.partition("_")
+    if not kind:
         return draw.integers(0, 256, torch.uint8)
-    groups = (*b.shape[:-1], b.shape[-1] * 16)
-    std = 1.0 / math.sqrt(fan_in(w, leaf.removesuffix("_scale"), groups))
+    codes = (1, int(w.dims["expert_dim" if matrix == "w2" else "latent"]) // 2)
+    std = 1.0 / math.sqrt(fan_in(w, matrix, codes))
+    if kind == "factor":
+        return draw.uniform(0.7, 1.4).mul_(std / CODE_RMS / NV_SCALE_RMS)
+    if b.dtype == "e4m3":
+        return draw.uniform(16.0, 128.0, torch.float8_e4m3fn)
     middle = 127 + round(math.log2(std / CODE_RMS / 1.3))
     return draw.integers(middle - 1, middle + 2, torch.uint8)
 
@@ -142,16 +161,17 @@ def _expert(w: Workload, b: Buffer, draw: Draw) -> Tensor:
 def states(w: Workload, seed: int, device: str) -> Tensors:
     wanted = [b for b in w.buffers if b.group == "states"]
     where = "cpu" if sum(b.nbytes for b in wanted) <= SMALL_BYTES else device
-    scales = {"S": (0.2, torch.float32), "conv": (1.0, torch.bfloat16), "kv": (1.0, torch.bfloat16)}
+    dtypes = {"f32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
     out = {}
     for b in wanted:
-        std, dtype = scales[b.name.rsplit(".", 1)[-1]]
-        out[b.name] = Draw(b, seed, where, device).normal(std, dtype=dtype)
+        std = 0.2 if b.name.endswith(".S") else 1.0
+        out[b.name] = Draw(b, seed, where, device).normal(std, dtype=dtypes[b.dtype])
     return out
 
 
 def inputs(w: Workload, seed: int, step: int, device: str) -> Tensors:
-    """Requests, slots and pages stay those of the seed; each step brings new activations and one more token each."""
+    """Requests, slots and pages stay those of the seed; each step brings new activations, and every request is longer
+    by one token, or with q > 1 by those that were accepted of the step before."""
     paging = paging_of(w, seed, step)
     out = {}
     for b in w.buffers:
@@ -174,25 +194,35 @@ def _input_std(leaf: str) -> float:
 
 
 def paging_of(w: Workload, seed: int, step: int) -> Tensors:
-    """slots, lengths, block_table and slot_mapping. Request 0 has the full `context`; the others up to 1/8 less."""
+    """slots, accepted, lengths, block_table, slot_mapping. Request 0 has the full `context`, others up to 1/8 less."""
     p = shape_of(w)
     g = generator(seed, "paging", "cpu")
     slots = 1 + torch.randperm(p.slots - 1, generator=g)[: p.rows]
-    pages = torch.randperm(p.pages, generator=g)[: p.rows * p.pages_per_request]
-    table = pages.reshape(p.rows, p.pages_per_request)
-    shorter = torch.randint(0, p.context // 8 + 1, (p.rows,), generator=g)
+    pages = torch.randperm(p.pages, generator=g)[: p.requests * p.pages_per_request]
+    table = pages.reshape(p.requests, p.pages_per_request)
+    shorter = torch.randint(0, p.context // 8 + 1, (p.requests,), generator=g)
     shorter[0] = 0
-    lengths = p.context - shorter + step % PAGE_HEADROOM
+    accepted = accepted_of(p, seed, step)
+    grown = accepted[1:].sum(0) if p.q > 1 else step
+    lengths = (p.context - shorter).clamp(min=p.q) + grown % PAGE_HEADROOM
     return {
-        "slots": slots.to(torch.int32),
+        "slots": (slots if p.q == 1 else slots.reshape(p.requests, p.q)).to(torch.int32),
+        "accepted": accepted[-1].to(torch.int32),
         "lengths": lengths.to(torch.int32),
         "block_table": table.to(torch.int32),
-        "slot_mapping": cache_rows(table, lengths, p.sizes.page),
+        "slot_mapping": cache_rows(table, lengths, (p.sizes.page, p.q)),
     }
 
 
-def cache_rows(table: Tensor, lengths: Tensor, page: int) -> Tensor:
-    """Flat cache row of the last token of each request, int64 [M]; -1 for length 0."""
-    last = (lengths.long() - 1).clamp(min=0)
-    row = table.long().gather(1, (last // page)[:, None])[:, 0] * page + last % page
-    return torch.where(lengths > 0, row, torch.full_like(row, -1))
+def accepted_of(p: Shape, seed: int, step: int) -> Tensor:
+    """[step + 1, B]: of each step up to this one, how many tokens of the step before it were kept, 1 to q."""
+    g = generator(seed, "accepted", "cpu")
+    return torch.randint(1, p.q + 1, (step + 1, p.requests), generator=g)
+
+
+def cache_rows(table: Tensor, lengths: Tensor, form: tuple[int, int]) -> Tensor:
+    """Flat cache rows of the last q tokens of each request, int64 [B q]; -1 for length 0. `form`: page, q."""
+    page, q = form
+    at = (lengths.long()[:, None] - q + torch.arange(q, device=lengths.device)).clamp(min=0)
+    rows = table.long().gather(1, at // page) * page + at % page
+    return torch.where(lengths[:, None] > 0, rows, torch.full_like(rows, -1)).flatten()

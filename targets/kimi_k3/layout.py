@@ -41,6 +41,8 @@ def _decode(run: Run) -> tuple[Buffer, ...]:
         out.append(Buffer("outputs.bank", "bf16", (p.rows, run.bank_rows - run.bank_old, s.hidden)))
     if "E" in run.ffn:
         out.append(Buffer("outputs.ids", "i32", (run.ffn.count("E"), p.rows, s.topk)))
+    if run.tapped:
+        out.append(Buffer("outputs.taps", "bf16", (len(run.tapped), *wide)))
     out += [Buffer("outputs.prefix", "bf16", wide), Buffer("outputs.out", "bf16", wide)]
     return tuple(out)
 

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from targets.base import Options, Scalar, UnknownOption
 from targets.kimi_k3.buffers import Shape
-from targets.kimi_k3.sizes import EPS, PRESETS, ROWS
+from targets.kimi_k3.sizes import EPS, FAMILIES, MOST_TOKENS, ROWS, Preset, Sizes
 
-CHOICES = {"latent_down": ("sharded", "replicated"), "router": ("replicated", "sharded")}
+CHOICES = {
+    "latent_down": ("sharded", "replicated"), "router": ("replicated", "sharded"), "kv": ("bf16", "fp8"),
+    "experts": ("mxfp4", "nvfp4"), "taps": ("none", "dspark"),
+}  # fmt: skip
+"""Options with a fixed set of values, the default first."""
+_MOE = {"latent_down", "router", "experts"}
+KNOWN: Mapping[str, set[str]] = {
+    "decode": {"first", "q", "kv", "taps", *_MOE}, "kda": {"q"}, "mla": {"q", "kv"}, "latent-moe": _MOE,
+}  # fmt: skip
+"""Options by part; `weights` (a folder with a checkpoint) goes with every part that has the model's weights."""
+MODEL_PARTS = ("decode", "kda", "mla", "latent-moe", "router")
+
+
+def split(name: str) -> tuple[str, str]:
+    """(family, part) of a target's name, or of a bare part of Kimi K3."""
+    for family in FAMILIES:
+        if name.startswith(f"{family}-"):
+            return family, name.removeprefix(f"{family}-")
+    return "kimi-k3", name
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,12 @@ class Run:
         return "".join("D" if self.shape.sizes.is_dense(n) else "E" for n in self.models_layers)
 
     @property
+    def tapped(self) -> tuple[int, ...]:
+        """Layers of the run on whose entry the stream is put out for a drafter."""
+        wanted = self.shape.sizes.taps if self.shape.taps else ()
+        return tuple(n for n in wanted if n in self.models_layers)
+
+    @property
     def bank_old(self) -> int:
         return -(-self.first // self.shape.sizes.block)
 
@@ -40,16 +65,39 @@ class Run:
         return -(-(self.first + self.layers) // self.shape.sizes.block)
 
 
-def resolve(part: str, options: Options) -> Run:
-    """Raises UnknownOption with what there is."""
-    if options.preset not in PRESETS:
-        raise UnknownOption(f"no preset {options.preset!r}; there are {', '.join(PRESETS)}")
-    preset = PRESETS[options.preset]
-    extra = _extra(part, options)
+def resolve(name: str, options: Options) -> Run:
+    """`name`: a target's, or a part's of Kimi K3. Raises UnknownOption with what there is."""
+    family, part = split(name)
+    presets = FAMILIES[family]
+    if options.preset not in presets:
+        raise UnknownOption(f"no preset {options.preset!r}; there are {', '.join(presets)}")
+    preset = presets[options.preset]
+    extra = _extra(f"{family}-{part}", part, options)
+    first, layers = _layers(part, preset, options, extra)
+    context = options.context or preset.context
+    if not 1 <= context <= 1 << 20:
+        raise UnknownOption(f"context {context}: 1 to 1048576")
+    q = _tokens(options.rows, extra)
+    if context < q:
+        raise UnknownOption(f"context {context}: it counts the {q} new tokens")
+
+    def chosen(option: str) -> Scalar:
+        return extra.get(option, CHOICES[option][0])
+
+    shape = Shape(
+        preset.sizes, options.rows, context, latent_sharded=chosen("latent_down") == "sharded",
+        router_sharded=chosen("router") == "sharded", q=q, kv=str(chosen("kv")), experts=str(chosen("experts")),
+        taps=chosen("taps") != "none",
+    )  # fmt: skip
+    _divides(part, preset.sizes, shape)
+    return Run(shape, first, layers)
+
+
+def _layers(
+    part: str, preset: Preset, options: Options, extra: Mapping[str, Scalar]
+) -> tuple[int, int]:
     first = extra.get("first", preset.first) if part == "decode" else 0
     layers = options.layers or (preset.layers if part == "decode" else preset.instances)
-    if options.rows not in ROWS:
-        raise UnknownOption(f"rows {options.rows}: there are {', '.join(map(str, ROWS))}")
     if not isinstance(first, int) or isinstance(first, bool) or first < 0 or layers < 1:
         raise UnknownOption(f"a run of {layers} layers from layer {first} is none")
     most = preset.sizes.total_layers
@@ -59,23 +107,35 @@ def resolve(part: str, options: Options) -> Run:
         )
     if part != "decode" and layers > 128:
         raise UnknownOption(f"{layers} instances: at most 128")
-    context = options.context or preset.context
-    if not 1 <= context <= 1 << 20:
-        raise UnknownOption(f"context {context}: 1 to 1048576")
-    shape = Shape(
-        preset.sizes, options.rows, context,
-        latent_sharded=extra.get("latent_down", "sharded") == "sharded",
-        router_sharded=extra.get("router", "replicated") == "sharded",
-    )  # fmt: skip
-    return Run(shape, first, layers)
+    return first, layers
 
 
-def _extra(part: str, options: Options) -> dict[str, Scalar]:
-    known = {"decode": {"first", *CHOICES}, "latent-moe": set(CHOICES)}.get(part, set())
+def _tokens(rows: int, extra: Mapping[str, Scalar]) -> int:
+    """q; the rows are whole requests."""
+    q = extra.get("q", 1)
+    if not isinstance(q, int) or isinstance(q, bool) or not 1 <= q <= MOST_TOKENS:
+        raise UnknownOption(f"q {q}: 1 to {MOST_TOKENS} tokens a request")
+    if rows > ROWS[-1] or rows % q or rows // q not in ROWS:
+        lawful = [r * q for r in ROWS if r * q <= ROWS[-1]]
+        tail = f" with q {q}" if q > 1 else ""
+        raise UnknownOption(f"rows {rows}: there are {', '.join(map(str, lawful))}{tail}")
+    return q
+
+
+def _divides(part: str, s: Sizes, p: Shape) -> None:
+    group = 16 if p.experts == "nvfp4" else 32
+    if "experts" in KNOWN.get(part, ()) and (s.expert_dim % group or s.latent % group):
+        raise UnknownOption(
+            f"experts {p.experts}: {s.expert_dim} columns are no whole groups of {group}"
+        )
+
+
+def _extra(target: str, part: str, options: Options) -> dict[str, Scalar]:
+    known = {*KNOWN.get(part, ()), *(["weights"] if part in MODEL_PARTS else [])}
     for name, value in options.extra.items():
         if name not in known:
             raise UnknownOption(
-                f"kimi-k3-{part} has no option {name!r}; there are {', '.join(sorted(known)) or 'none'}"
+                f"{target} has no option {name!r}; there are {', '.join(sorted(known)) or 'none'}"
             )
         if name in CHOICES and value not in CHOICES[name]:
             raise UnknownOption(f"{name} {value!r}: {' or '.join(CHOICES[name])}")
@@ -103,6 +163,8 @@ def dims(part: str, run: Run) -> dict[str, Scalar]:
         "rows": p.rows, "layers": run.layers, "first": run.first, "ranks": s.ranks, "context": p.context,
         "attn": run.attn if part == "decode" else {"kda": "K", "mla": "M"}.get(part, "") * run.layers,
         "ffn": run.ffn if part == "decode" else "E" * run.layers if part == "latent-moe" else "",
+        "q": p.q, "requests": p.requests, "kv": p.kv, "experts_format": p.experts,
+        "taps": ",".join(map(str, run.tapped)), "gate_rank": s.gate_rank,
         "hidden": s.hidden, "hidden_local": s.hidden_local, "eps": EPS,
         "block": s.block, "bank_old": run.bank_old, "bank_rows": bank_rows(part, run),
         "kda_heads": s.kda_heads, "head_dim": s.head_dim, "kda_dim": s.kda_dim, "f_rank": s.f_rank,

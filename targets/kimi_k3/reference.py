@@ -14,13 +14,14 @@ from targets.base import Workload
 from targets.kimi_k3 import disturb, generate
 from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, Schedule
 from targets.kimi_k3.maths.step import Step, walk
-from targets.kimi_k3.options import Run, resolve
+from targets.kimi_k3.options import Run, resolve, split
 from targets.kimi_k3.routing import Chooser, tie
 from targets.reference import Expected, Tensors, Tie
 
 IDS = "outputs.ids"
 DTYPES = {
     "bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
 }  # fmt: skip
 SHADOWS = ("split", "rounded")
 """Working schedules that measure the logit noise for the proof of ties."""
@@ -56,8 +57,8 @@ class KimiReference:
         schedule: str,
         forced: Mapping[str, Tensor] | None = None,
     ) -> Expected:
-        part = w.target.removeprefix("kimi-k3-")
-        run = resolve(part, w.options)
+        part = split(w.target)[1]
+        run = resolve(w.target, w.options)
         wanted = (forced or {}).get(IDS)
         chooser = Chooser(run.shape.sizes.topk, wanted)
         step = _steps(part, run, tensors, (SCHEDULES[schedule], chooser))

@@ -1,22 +1,27 @@
 """The Kimi K3 targets: their options, buffers and floors. No torch; the mathematics is in `reference`.
 
 `kimi-k3-decode` is one decode step of one tensor-parallel rank through a run of layers, `first` to `first + layers - 1`
-(0-based, as in the model), one token per request, then the closing AttnRes and the final norm. `extra` options:
+(0-based, as in the model), then the closing AttnRes and the final norm. `extra` options, of the pieces too where they
+concern them:
 
     first         first layer of the run (tiny 0, tp8 and tp16 12: the first period after a bank write of a full block)
     latent_down   sharded (default) or replicated       router   replicated (default) or sharded
+    q             tokens a request, 1 (default) to 8: verification of q - 1 drafts; rows = requests q
+    kv            bf16 (default) or fp8 paged latent cache      experts   mxfp4 (default) or nvfp4
+    taps          dspark: the stream bf(P + delta) on entry of layers 3, 24, 48, 72, 90 of the run is an output
 
 Buffers (M rows; `buffers` has the parts of a layer and the exchange with other ranks):
 
     inputs.x0 bf16 [M, hidden]           the prefix P on entry (token embeddings when first = 0)
     inputs.delta bf16 [M, hidden]        first > 0: FFN output of layer first - 1, added by the first AttnRes
     inputs.bank bf16 [M, old, hidden]    first > 0: bank rows 0..old-1 of earlier layers, old = ceil(first / block)
-    inputs.slots, lengths, block_table, slot_mapping, remote.layers.N.*
+    inputs.slots, lengths, block_table, slot_mapping, remote.layers.N.*, with q > 1 accepted
     weights.layers.N.*, weights.out_res_norm, out_res_proj, out_norm;  states.layers.N.{conv, S | kv}
     outputs.bank bf16 [M, new, hidden]   bank rows old..old+new-1, written here; absent when no layer of the run writes
     outputs.prefix bf16 [M, hidden]      P after the closing AttnRes; free to use as the running prefix
     outputs.ids i32 [MoE layers, M, topk]    routed experts by descending rank
     outputs.out bf16 [M, hidden]         bf(RMS(h; out_norm)), h = the closing AttnRes over all bank rows and P
+    outputs.taps bf16 [taps, M, hidden]      with taps, in the order of their layers (`dims.taps`: "3,24")
     outputs.send.layers.N.shared
 
 N counts the layers of the run from 0. `dims.attn` and `dims.ffn` have a letter per layer: K = KDA, M = MLA; D = dense,
@@ -78,17 +83,17 @@ class KimiTarget:
         return seeds.source(self.name)
 
     def workload(self, options: Options) -> Workload:
-        run = resolve(self.part, options)
+        run = resolve(self.name, options)
         found = BUILD[self.part](run)
         return Workload(
             target=self.name, options=options, layers=run.layers, rows=run.shape.rows, context=run.shape.context,
-            q=1, ranks=run.shape.sizes.ranks, dims=dims(self.part, run), buffers=found,
+            q=run.shape.q, ranks=run.shape.sizes.ranks, dims=dims(self.part, run), buffers=found,
             floor=floors.floor(run.shape, found, counts(self.part, run)),
         )  # fmt: skip
 
     def floor_for(self, w: Workload, ids: Sequence[Sequence[Sequence[int]]]) -> Floor:
         """The floor with the experts really routed; `ids` is `outputs.ids` as nested lists."""
-        run = resolve(self.part, w.options)
+        run = resolve(self.name, w.options)
         return floors.floor(
             run.shape, w.buffers, counts(self.part, run), floors.distinct_by_layer(ids)
         )

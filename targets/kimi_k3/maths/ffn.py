@@ -1,4 +1,4 @@
-"""FFN of one rank: the router, the routed MXFP4 experts on the latent, the shared expert, and the dense layer 0."""
+"""FFN of one rank: the router, the routed FP4 experts on the latent, the shared expert, and the dense layer 0."""
 
 from __future__ import annotations
 
@@ -84,15 +84,22 @@ def experts(s: Schedule, latent: Tensor, ids: Tensor, w: Mapping[str, Tensor]) -
     out = []
     for row, chosen in zip(rows.split(PAIRS), ids.flatten().split(PAIRS), strict=True):
         x = latent[row]
-        gate = _batched(s, x, w["w1"][chosen], w["w1_scale"][chosen])
-        up = _batched(s, x, w["w3"][chosen], w["w3_scale"][chosen])
-        out.append(bf(_batched(s, bf(situ(gate, up)), w["w2"][chosen], w["w2_scale"][chosen])))
+        gate, up = (expert(s, x, w, (name, chosen)) for name in ("w1", "w3"))
+        out.append(bf(expert(s, bf(situ(gate, up)), w, ("w2", chosen))))
     return torch.cat(out).reshape(*ids.shape, -1)
 
 
-def _batched(s: Schedule, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+def expert(s: Schedule, x: Tensor, w: Mapping[str, Tensor], which: tuple[str, Tensor]) -> Tensor:
+    """x [P, K] times the matrix `which` = (name, expert of each row), not rounded. NVFP4's factor comes last: codes
+    times scales are exact in BF16, with it they are not."""
+    name, chosen = which
+    y = _batched(s, x, dequantise(w[name][chosen], w[f"{name}_scale"][chosen], s.dtype))
+    factor = w.get(f"{name}_factor")
+    return y if factor is None else y * factor[chosen].to(s.dtype)[:, None]
+
+
+def _batched(s: Schedule, x: Tensor, weight: Tensor) -> Tensor:
     """x [P, K] with one weight matrix per pair -> [P, N]."""
-    weight = dequantise(codes, scale, s.dtype)
     if s.chunks == 1:
         return torch.bmm(weight, x.unsqueeze(-1)).squeeze(-1)
     parts = [

@@ -1,4 +1,7 @@
-"""MXFP4 expert weights: E2M1 codes, two columns a byte (low nibble = even column), UE8M0 scales of 32 columns."""
+"""FP4 expert weights: E2M1 codes, two columns a byte (low nibble = even column), and a scale for each group of columns.
+
+MXFP4: UE8M0 scales of 32 columns. NVFP4: E4M3 scales of 16 columns, and an f32 factor of the whole matrix beside.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ from torch import Tensor
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUP = 32
+NV_GROUP = 16
 
 
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes uint8 [..., K/2], scale uint8 [..., K/32] -> [..., K]."""
+    """codes uint8 [..., K/2], scale [..., K/32] uint8 or [..., K/16] E4M3 -> [..., K], without NVFP4's factor."""
     values = _pairs(codes.device, dtype)[codes.int()].flatten(-2)
-    groups = values.unflatten(-1, (-1, GROUP)) * scale_value(scale).to(dtype).unsqueeze(-1)
+    nv = scale.dtype == torch.float8_e4m3fn
+    factor = scale.to(dtype) if nv else scale_value(scale).to(dtype)
+    groups = values.unflatten(-1, (-1, NV_GROUP if nv else GROUP)) * factor.unsqueeze(-1)
     return groups.flatten(-2)
 
 
@@ -29,10 +35,24 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     top = groups.abs().amax(-1).clamp(min=2.0**-100)
     exponent = torch.floor(torch.log2(top)).to(torch.int32) - 2
     scaled = groups / torch.exp2(exponent.float()).unsqueeze(-1)
-    table = torch.tensor(MAGNITUDES, device=x.device)
+    return encode(scaled.flatten(-2)), (exponent + 127).to(torch.uint8)
+
+
+def quantise_nv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Nearest NVFP4 of matrices x [..., N, K]: (codes [..., N, K/2], E4M3 scales [..., N, K/16], factors [...])."""
+    groups = x.float().unflatten(-1, (-1, NV_GROUP))
+    factor = groups.abs().amax((-3, -2, -1)).clamp(min=2.0**-100) / (6 * 448)
+    whole = factor[..., None, None]
+    scale = (groups.abs().amax(-1) / 6 / whole).clamp(min=2.0**-9).to(torch.float8_e4m3fn)
+    return encode((groups / (scale.float() * whole).unsqueeze(-1)).flatten(-2)), scale, factor
+
+
+def encode(scaled: Tensor) -> Tensor:
+    """Nearest E2M1 of [..., K], packed [..., K/2]."""
+    table = torch.tensor(MAGNITUDES, device=scaled.device)
     index = (scaled.abs().unsqueeze(-1) - table).abs().argmin(-1)
-    code = (index + 8 * (scaled < 0)).flatten(-2).to(torch.uint8)
-    return code[..., 0::2] | (code[..., 1::2] << 4), (exponent + 127).to(torch.uint8)
+    code = (index + 8 * (scaled < 0)).to(torch.uint8)
+    return code[..., 0::2] | (code[..., 1::2] << 4)
 
 
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -43,7 +43,9 @@ SCHEDULES = {
         Schedule("split", chunks=8),
         Schedule("conv", chunks=2, round_u=True),
         Schedule("mixed", chunks=16, round_o=True, round_squares=True, round_p="before"),
-        Schedule("rounded", chunks=4, round_u=True, round_o=True, round_squares=True, round_p="before"),
+        Schedule(
+            "rounded", chunks=4, round_u=True, round_o=True, round_squares=True, round_p="before"
+        ),
         Schedule("framework", framework=True, round_u=True, round_o=True, round_p="after"),
     )
 }
@@ -52,6 +54,11 @@ SCHEDULES = {
 def bf(x: Tensor) -> Tensor:
     """Round to nearest even BF16, keep the working dtype."""
     return x.to(torch.bfloat16).to(x.dtype)
+
+
+def f8(x: Tensor) -> Tensor:
+    """Round to nearest even E4M3, saturating at 448, keep the working dtype."""
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:

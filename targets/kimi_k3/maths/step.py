@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from targets.kimi_k3.maths import attn_res, ffn
-from targets.kimi_k3.maths.kda import kda
+from targets.kimi_k3.maths.kda import Slots, kda
 from targets.kimi_k3.maths.layer import Layer, layer_of
 from targets.kimi_k3.maths.mla import Paging, mla
 from targets.kimi_k3.maths.precision import Schedule, bf, linear, rms
@@ -38,15 +38,23 @@ class Step:
         return ffn.reduced(partial, layer.remote, "attn")
 
     def _kda(self, n: int, x: Tensor, layer: Layer) -> Tensor:
-        slots = self.t["inputs.slots"]
+        ids = self.t["inputs.slots"]
+        if ids.ndim == 1:
+            slots = Slots(ids[:, None], torch.ones_like(ids))
+        else:
+            slots = Slots(ids, self.t["inputs.accepted"])
         got = kda(self.s, x, layer, slots)
-        written = slots[got.live].long()
-        for name, value in (("S", got.S), ("conv", got.conv)):
+        stored = got.live[:, None] & (slots.ids > 0)
+        written = {
+            "S": (slots.ids[stored].long(), got.S[stored]),
+            "conv": (slots.ids[:, 0][stored[:, 0]].long(), got.conv[stored[:, 0]]),
+        }
+        for name, (where, value) in written.items():
             old = layer.states[name]
             new = old.clone()
-            new[written] = value[got.live].to(old.dtype)
+            new[where] = value.to(old.dtype)
             mask = torch.zeros(old.shape[0], dtype=torch.bool, device=old.device)
-            mask[written] = True
+            mask[where] = True
             self._state(f"states.layers.{n}.{name}", new, mask)
         return got.partial
 
@@ -81,12 +89,15 @@ class Step:
         prefix = self.wide("inputs.x0")
         delta = self.wide("inputs.delta") if run.first else None
         bank = list(self.wide("inputs.bank").unbind(1)) if run.first else []
+        taps = []
         for n, (attn, kind) in enumerate(zip(run.attn, run.ffn, strict=True)):
             model_layer = run.first + n
             opens, rows = model_layer % block == 0, -(-model_layer // block)
             w = layer_of(self.t, n).weights
             if delta is not None:
                 prefix = bf(prefix + delta)
+            if model_layer in run.tapped:
+                taps.append(prefix)
             if opens:
                 bank.append(prefix)
             x = attn_res.mix_norm(
@@ -105,6 +116,8 @@ class Step:
         )
         self.out["outputs.out"] = bf(rms(s, bf(mixed), self.t["weights.out_norm"]))
         self.out["outputs.prefix"] = prefix
+        if taps:
+            self.out["outputs.taps"] = torch.stack(taps)
         if len(bank) > run.bank_old:
             self.out["outputs.bank"] = torch.stack(bank[run.bank_old :], 1)
 
