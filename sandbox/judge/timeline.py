@@ -164,7 +164,7 @@ def _modelled(case: Case, pair: Sequence[Rig]) -> dict[str, Any]:
     us = plain.step.modelled_us() or 0.0
     order = decode(_rows(marked), _phases(marked.artifact), _blocks(marked.artifact))
     floor = 1e6 * case.workload.floor.bytes / H200.memory_rate
-    spread = spread_out(order, us)
+    spread = spread_out(order, us - 1e6 * H200.launch * plain.step.launches)
     return describe(spread, Step(us, floor, "modelled"), us, (marked.step.modelled_us() or us) / us)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -72,6 +72,22 @@ class CpuBound:
         from sandbox.devices.cpu.model import modelled_us
 
         return modelled_us(self._counts, self._regions)
+
+    def profile(self) -> list[dict[str, Any]]:
+        """What the model says of each launch of the last run: microseconds by part, bytes by level, opcodes."""
+        from sandbox.devices.cpu.model import launch_model, opcodes
+
+        rows = []
+        for launch, kernel, counts in self._counts:
+            m = launch_model(launch, kernel, counts, self._regions)
+            work = m.demands[m.bound]
+            parts = {"launch": m.launch, "work": work, "barriers": m.barriers, "edges": m.edges}
+            rows.append({
+                "kernel": launch.kernel, "us": 1e6 * m.seconds, "parts": {k: 1e6 * v for k, v in parts.items()},
+                "bound": m.bound, "bytes": m.memory_bytes, "l2_bytes": m.l2_bytes, "shared_bytes": m.shared_bytes,
+                "instructions": m.instructions, "opcodes": opcodes(kernel, counts),
+            })  # fmt: skip
+        return rows
 
     def counts(self) -> list[tuple[Launch, Translated, Counts]]:
         """What each launch of the last run executed."""

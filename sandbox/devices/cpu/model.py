@@ -110,17 +110,50 @@ def touched(kernel: Translated, counts: Counts, regions: Mapping[str, Region]) -
     return total + counts.bulk_read + counts.bulk_written
 
 
+@dataclass(frozen=True)
+class Modelled:
+    """One launch: seconds of its parts, what it moved in bytes, what it executed. `bound`: the largest demand."""
+
+    launch: float
+    demands: Mapping[str, float]
+    barriers: float
+    edges: float
+    memory_bytes: int
+    l2_bytes: int
+    shared_bytes: int
+    instructions: int
+
+    @property
+    def bound(self) -> str:
+        return max(self.demands, key=lambda k: self.demands[k])
+
+    @property
+    def seconds(self) -> float:
+        return self.launch + self.demands[self.bound] + self.barriers + self.edges
+
+
 def launch_seconds(
     launch: Launch, kernel: Translated, counts: Counts, regions: Mapping[str, Region]
 ) -> float:
     """Modelled seconds of one launch."""
+    return launch_model(launch, kernel, counts, regions).seconds
+
+
+def launch_model(
+    launch: Launch, kernel: Translated, counts: Counts, regions: Mapping[str, Region]
+) -> Modelled:
+    """What one launch would roughly cost, part by part."""
     g = H200
     blocks = launch.grid[0] * launch.grid[1] * launch.grid[2]
     threads = launch.block[0] * launch.block[1] * launch.block[2]
     busy = min(g.sms, blocks)
     work = count(kernel, counts)
-    memory = touched(kernel, counts, regions) / min(g.memory_rate, busy * g.sm_memory_rate)
-    l2 = (work.moved + counts.bulk_read + counts.bulk_written) / g.l2_rate
+    size, through_l2 = (
+        touched(kernel, counts, regions),
+        work.moved + counts.bulk_read + counts.bulk_written,
+    )
+    memory = size / min(g.memory_rate, busy * g.sm_memory_rate)
+    l2 = through_l2 / g.l2_rate
     warps = work.instructions / 32
     issue = warps / (g.issue_per_clock * busy * g.clock)
     special = work.special / (g.special_per_clock * busy * g.clock)
@@ -131,7 +164,22 @@ def launch_seconds(
     waits = counts.barriers / blocks * waves * g.block_barrier
     waits += counts.cluster_phases / max(1, blocks) * g.cluster_barrier
     edges = work.releases / blocks * g.edge
-    return g.launch + max(memory, l2, issue, special, shared, tensor, chain) + waits + edges
+    demands = {
+        "memory": memory, "l2": l2, "issue": issue, "special functions": special, "shared memory": shared,
+        "tensor cores": tensor, "dependent instructions": chain,
+    }  # fmt: skip
+    return Modelled(
+        g.launch, demands, waits, edges, size, through_l2, work.shared, work.instructions
+    )
+
+
+def opcodes(kernel: Translated, counts: Counts) -> dict[str, int]:
+    """Executed PTX instructions of all threads by opcode."""
+    out: dict[str, int] = {}
+    for index, instrs in enumerate(kernel.blocks):
+        for i in instrs:
+            out[i.parts[0]] = out.get(i.parts[0], 0) + int(counts.blocks[index])
+    return {k: v for k, v in out.items() if v}
 
 
 def modelled_us(

@@ -41,3 +41,20 @@ def step(t, cfg, stream):
     k(t.inputs.x, t.outputs.y, t.workspace.sync, timeline.buffer(t, cfg), 4).launch(
         grid=(4, 1, 1), block=(64, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1)
 """
+
+
+def norm_with_marks(seed: str) -> str:
+    """The example target's seed, with two phases of work."""
+    marks = {
+        "from cutlass import BFloat16, Float32\n": "from cutlass import BFloat16, Float32\nfrom kernelgen import timeline\n",
+        "y: cute.Tensor, cfg: cutlass.Constexpr": "y: cute.Tensor, phases, cfg: cutlass.Constexpr",
+        "    if row < cfg.dims.rows:\n": "    track = timeline.track(phases, bid, tid == 0)\n"
+        '    timeline.mark(track, "sum", 1)\n    if row < cfg.dims.rows:\n',
+        "        scale = ": '        timeline.mark(track, "scale", 1)\n        scale = ',
+        "            y[row, i] = v.to(BFloat16)\n": "            y[row, i] = v.to(BFloat16)\n    timeline.end(track)\n",
+        "t.outputs.y, cfg)": "t.outputs.y, timeline.buffer(t, cfg), cfg)",
+    }
+    for old, new in marks.items():
+        assert old in seed, old
+        seed = seed.replace(old, new, 1)
+    return seed

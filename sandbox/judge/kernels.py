@@ -1,0 +1,90 @@
+"""What a kernel takes of an SM and what its machine code is made of: occupancy, waves, instruction mix. No device.
+
+Figures of compute capability 9.0 and 10.x; both have the same register file, warps and blocks of an SM.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+from sandbox.artifact import Artifact, Launch
+from sandbox.assemble import AssemblyFailed, ToolchainMissing, assemble
+from sandbox.sass import disassemble
+from sandbox.verdict import KernelResources, short_name
+
+REGISTERS, WARPS, BLOCKS = 65536, 64, 32
+SMEM, SMEM_OF_SYSTEM = 233472, 1024
+MIX = {
+    "global memory": ("LDG", "STG", "RED", "ATOMG", "ATOM", "LD", "ST", "CCTL"),
+    "bulk and async copies": ("UBLKCP", "UBLKPF", "LDGSTS", "LDGDEPBAR", "DEPBAR", "UTMALDG", "UTMASTG"),
+    "shared memory": ("LDS", "STS", "LDSM", "STSM", "ATOMS"),
+    "local memory": ("LDL", "STL"),
+    "tensor cores": ("HMMA", "IMMA", "HGMMA", "QGMMA", "IGMMA", "DMMA", "UTCHMMA", "UTCQMMA"),
+    "float": ("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2", "FSEL", "FSETP", "FMNMX", "DADD", "DMUL", "DFMA"),
+    "special functions": ("MUFU",),
+    "conversions": ("F2F", "F2I", "I2F", "F2FP", "I2FP", "PRMT", "I2IP"),
+    "synchronisation": ("BAR", "SYNCS", "MEMBAR", "ERRBAR", "WARPSYNC", "NANOSLEEP", "FENCE", "UCGABAR_ARV"),
+    "shuffles and votes": ("SHFL", "VOTE", "VOTEU", "REDUX", "MATCH"),
+    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "CALL", "RET", "YIELD", "BREAK", "JMP", "BRX", "NOP"),
+}  # fmt: skip
+_CLASS = {opcode: name for name, opcodes in MIX.items() for opcode in opcodes}
+
+
+def occupancy(launch: Launch, used: KernelResources | None, sms: int) -> dict[str, Any]:
+    """Blocks and warps of an SM that fit, what limits them, and waves over `sms`."""
+    threads = prod(launch.block)
+    warps = -(-threads // 32)
+    fits = {"warps": WARPS // warps, "blocks": BLOCKS}
+    if used is not None:
+        file = -(-used.registers * 32 // 256) * 256 * warps
+        fits["registers"] = REGISTERS // max(1, file)
+    smem = launch.smem + (used.smem_static if used else 0) + SMEM_OF_SYSTEM
+    fits["shared memory"] = SMEM // smem
+    limit = min(fits, key=lambda k: fits[k])
+    blocks = max(1, fits[limit])
+    return {
+        "blocks_per_sm": blocks, "occupancy": round(min(1.0, blocks * warps / WARPS), 4), "limited_by": limit,
+        "waves": round(prod(launch.grid) / (blocks * max(1, sms)), 3),
+    }  # fmt: skip
+
+
+def bytes_named(artifact: Artifact, launch: Launch) -> dict[str, int]:
+    """Sizes of what a launch names: what memory holds, and what this step made itself, which L2 may hold."""
+    out = {"memory": 0, "l2": 0}
+    for name in {r.buffer for r in launch.relocations}:
+        b = artifact.buffer(name)
+        out["memory" if b.group in ("weights", "inputs", "states") else "l2"] += b.nbytes
+    return out
+
+
+def machine_code(artifact: Artifact) -> dict[str, Any]:
+    """SASS of the step's kernels: instructions by class and opcode; or why there is none."""
+    try:
+        codes = disassemble(assemble(artifact.step.ptx, artifact.arch).cubin)
+    except (AssemblyFailed, ToolchainMissing, OSError, subprocess.SubprocessError) as error:
+        return {"unavailable": str(error)[:200]}
+    wanted = {x.kernel for x in artifact.step.launches}
+    return {
+        short_name(c.kernel): {
+            "bytes": c.bytes, "instructions": len(c.instructions), "mix": mix(c.histogram()),
+            "opcodes": dict(c.histogram().most_common(24)),
+        }
+        for c in codes if c.kernel in wanted
+    }  # fmt: skip
+
+
+def mix(histogram: Mapping[str, int]) -> dict[str, float]:
+    """Shares by class, the largest first."""
+    total = sum(histogram.values()) or 1
+    sums: dict[str, int] = {}
+    for opcode, n in histogram.items():
+        name = _CLASS.get(opcode, "integer and moves")
+        sums[name] = sums.get(name, 0) + n
+    return {k: round(v / total, 4) for k, v in sorted(sums.items(), key=lambda x: -x[1])}
+
+
+def by_kernel(resources: Iterable[KernelResources]) -> dict[str, KernelResources]:
+    return {r.kernel: r for r in resources}
