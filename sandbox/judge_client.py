@@ -75,6 +75,8 @@ class JudgeClient:
         self._next_id = 0
         self._current: int | None = None
         self.ready: Mapping[str, Any] = {}
+        self.isolation: dict[str, Mapping[str, Any]] = {}
+        """How judging processes are confined, by device, as the last probe said."""
 
     def judge(self, job: JudgeJob) -> Verdict:
         """The verdict. A dead, silent or garbling server is an `infra` verdict, never an exception."""
@@ -101,6 +103,9 @@ class JudgeClient:
         found = reply.get("probe")
         if not isinstance(found, dict):
             raise JudgeFailed(f"the judge's server sent no probe: {str(reply)[:200]}")
+        isolation = found.get("isolation")
+        if isinstance(isolation, dict):
+            self.isolation[device] = isolation
         return found
 
     def cancel(self) -> None:

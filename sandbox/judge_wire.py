@@ -157,3 +157,16 @@ def without_judging(
         failure=failure,
         seconds=dict(seconds or {}),
     )
+
+
+def describe_isolation(isolation: Mapping[str, Any]) -> str:
+    """How a judging process was confined, in one line for people."""
+    tier = isolation.get("tier", "none")
+    if tier == "landlock":
+        text = f"Landlock ABI {isolation.get('landlock_abi')} and seccomp: no network, own /tmp, files as granted"
+    elif tier == "seccomp":
+        text = "seccomp alone: no network; files as this user may read and write them"
+    else:
+        text = "NOT confined"
+    missing = isolation.get("missing") or ()
+    return f"{text} ({'; '.join(map(str, missing))})" if missing else text

@@ -16,6 +16,7 @@ from agent.services import Wanted, device_facts, new_compiler, new_judge
 from agent.versions import versions
 from agent.workspace import Workspace
 from sandbox.compile_client import NoIsolation
+from sandbox.judge_wire import describe_isolation as describe
 
 
 @click.command()
@@ -78,7 +79,8 @@ def _jail(workspace: Workspace) -> dict[str, Any]:
 def _device(device: str) -> dict[str, Any]:
     judge = new_judge()
     try:
-        return {"ok": True, **device_facts(judge, device)}
+        facts = dict(device_facts(judge, device))
+        return {"ok": True, **facts, "isolation": dict(judge.isolation.get(device, {}))}
     except Unavailable as error:
         return {"ok": False, "message": str(error)}
     finally:
@@ -100,6 +102,8 @@ def _text(d: dict[str, Any], probed: bool) -> str:
                 else facts["message"]
             )
             lines.append(f"device {name}: {words}")
+            if facts["ok"]:
+                lines.append(f"judge on {name}: {describe(facts['isolation'])}")
     lines.append(f"GPU: {'present' if d['gpu_present'] else 'none'}")
     lines += [
         f"key for {name}: {'set' if there else 'not set'}" for name, there in d["keys"].items()

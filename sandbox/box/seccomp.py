@@ -1,7 +1,8 @@
-"""The two seccomp programs, built as classic BPF without a library.
+"""The seccomp programs, built as classic BPF without a library.
 
 `box_filter` goes on everything in a box: no socket but AF_UNIX, no namespaces, mounts, tracing, io_uring, keyrings
 or kernel settings. `compile_filter` goes on top where no GPU is needed: no fork, exec, signal, memory file or link.
+`judge_filter` is the box filter without connections.
 What is not named is allowed, so neither guards files: that is for namespaces or Landlock.
 """
 
@@ -42,6 +43,9 @@ COMPILE = """
     symlink symlinkat link linkat inotify_init inotify_init1 fanotify_init setpriority sched_setaffinity ioprio_set
     io_setup timer_create mbind set_mempolicy set_mempolicy_home_node move_pages migrate_pages
 """.split()
+
+# What a judge's process has no use for beside: it speaks to nobody, also not over socket files.
+JUDGE = ("connect", "bind")
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,12 @@ def box_filter(arch: str | None = None) -> bytes:
 def compile_filter(arch: str | None = None) -> bytes:
     """The stricter program of the compile jail; it includes the box filter's refusals."""
     return _program(arch or syscalls.machine(), BOX + COMPILE, COMPILE_WHEN + BOX_WHEN)
+
+
+@lru_cache(maxsize=4)
+def judge_filter(arch: str | None = None) -> bytes:
+    """The box filter, and no socket is ever connected or bound: for a judge's process, which may start programs."""
+    return _program(arch or syscalls.machine(), [*BOX, *JUDGE], BOX_WHEN)
 
 
 def _program(arch: str, refused: Iterable[str], conditions: Iterable[When]) -> bytes:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from sandbox import judge_wire
@@ -36,7 +38,8 @@ class Watch:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended. `result` with cause `result` alone; `signal`: death by signal; `log`: what it printed last."""
+    """How a child ended. `result` with cause `result` alone; `signal`: death by signal; `log`: what it printed last;
+    `isolation`: what it had given up by then."""
 
     cause: Cause
     result: Mapping[str, Any] | None
@@ -49,6 +52,7 @@ class Ended:
     signal: int | None = None
     code: int | None = None
     log: str = ""
+    isolation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(work: Work, deadline_s: float, watch: Watch | None = None) -> Ended:
@@ -77,7 +81,7 @@ def run(work: Work, deadline_s: float, watch: Watch | None = None) -> Ended:
         assert os.getpid() == parent
         return Ended(
             cause, result, phase, in_flight, launches, time.monotonic() - begin, pid, reaped, sig, code,
-            _tail(log),
+            _tail(log), progress.isolation(),
         )  # fmt: skip
     finally:
         os.close(read_end)
@@ -92,6 +96,9 @@ def _child(work: Work, progress: Progress, write_end: int, log: int) -> NoReturn
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        _close_but(write_end)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         result = work(progress)
         progress.enter("report")
         judge_wire.write(write_end, result)
@@ -103,6 +110,14 @@ def _child(work: Work, progress: Progress, write_end: int, log: int) -> NoReturn
     finally:
         # No interpreter shutdown: destructors would talk to a context that may be broken.
         os._exit(code)
+
+
+def _close_but(kept: int) -> None:
+    """Nothing of the parent's stays open here: its client's pipe, locks, files. Standard streams stay."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != kept:
+            with suppress(OSError):  # the descriptor of the listing itself is gone already
+                os.close(fd)
 
 
 def _wait(

@@ -7,8 +7,11 @@ context, because a broken machine looks the same; a second run that ends otherwi
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from sandbox.devices.base import Device
 from sandbox.jobs import JudgeJob
 from sandbox.judge import child, lease, rounds
 from sandbox.judge.child import Ended, Watch
-from sandbox.judge.confine import UNBOXED
+from sandbox.judge.confine import LEVELS, UNBOXED
 from sandbox.judge.progress import Progress
 from sandbox.judge.rounds import Place, Runner
 from sandbox.strict import Malformed
@@ -42,13 +45,15 @@ class Settings:
 
 @dataclass
 class Keeper:
-    """Judges one job at a time. `proven` and `quarantined` are by GPU and live as long as the server."""
+    """Judges one job at a time. `proven`, `quarantined` and `levels` (of confinement, once a GPU has been proven) are
+    by GPU and live as long as the server."""
 
     settings: Settings
     runner: Runner
     watch: Watch | None = None
     proven: set[str] = field(default_factory=set)
     quarantined: dict[str, str] = field(default_factory=dict)
+    levels: dict[str, int] = field(default_factory=dict)
     start: Callable[..., Ended] = child.run
     forgotten: Callable[[int, str], bool] = lease.forgotten
 
@@ -128,10 +133,23 @@ class Keeper:
 
     def _once(self, job: JudgeJob, place: Place) -> tuple[Verdict, Ended]:
         def work(progress: Progress) -> Mapping[str, Any]:
-            return rounds.judge(job, place, self.runner, progress)
+            return rounds.judge(job, at, self.runner, progress)
 
-        ended = self.start(work, job.deadline_s, self.watch)
+        with self._scratch() as folder:
+            at = replace(place, scratch=folder, level=self.levels.get(str(place.gpu), 0))
+            ended = self.start(work, job.deadline_s, self.watch)
         return self._verdict(job, ended), ended
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        """A folder for one child's temporary files. It goes with the child, whatever it left there."""
+        above = self.settings.state / "scratch"
+        above.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="judge-", dir=above)).resolve()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _verdict(self, job: JudgeJob, ended: Ended) -> Verdict:
         if ended.cause == "result" and ended.result is not None:
@@ -141,7 +159,9 @@ class Keeper:
                 return _infra(job, "garbled", f"the judge's verdict is malformed: {error}")
         status, failure = explain(ended, job.deadline_s)
         verdict = judge_wire.without_judging(job, status, failure, {"child": ended.seconds})
-        return replace(verdict, isolation={**verdict.isolation, "judge": dict(UNBOXED)})
+        return replace(
+            verdict, isolation={**verdict.isolation, "judge": dict(ended.isolation or UNBOXED)}
+        )
 
     def _unusable(self, place: Place) -> tuple[str, str] | None:
         """Why the GPU cannot be used now: quarantined, or its first canary fails."""
@@ -175,9 +195,29 @@ class Keeper:
         return "quarantined", message
 
     def _probe(self, place: Place) -> Mapping[str, Any]:
-        ended = self.start(
-            lambda progress: rounds.probe(place, progress), self.settings.probe_s, None
-        )
+        """A canary under the confinement of this GPU. Before the first that works, a GPU that cannot even be opened is
+        tried under less of it; after that never."""
+        gpu = str(place.gpu)
+        known = self.levels.get(gpu)
+        if known is not None or place.gpu is None:
+            return self._canary(replace(place, level=known or 0))
+        first: Mapping[str, Any] = {}
+        for level in range(len(LEVELS)):
+            found = self._canary(replace(place, level=level))
+            first = first or found
+            if found.get("ok"):
+                self.levels[gpu] = level
+                return found
+            if found.get("rule") != "no-gpu":
+                return found
+        return first
+
+    def _canary(self, place: Place) -> Mapping[str, Any]:
+        with self._scratch() as folder:
+            at = replace(place, scratch=folder)
+            ended = self.start(
+                lambda progress: rounds.probe(at, progress), self.settings.probe_s, None
+            )
         if ended.cause == "result" and ended.result is not None:
             return ended.result
         return {

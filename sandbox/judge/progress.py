@@ -6,19 +6,24 @@ its own verdict and nothing else.
 
 from __future__ import annotations
 
+import json
 import mmap
 import struct
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sandbox import strict
 from sandbox.artifact import Artifact, PlanName
 from sandbox.devices.base import Bound, Device, DeviceFacts, Program
+from sandbox.strict import Malformed
 from sandbox.verdict import Failure
 
 if TYPE_CHECKING:
     import torch
 
 _LAYOUT = struct.Struct("<QQ32s")
+_NOTE_AT, _NOTE_MOST = 1024, 3000
+_NOTE = struct.Struct("<I")
 
 
 class Progress:
@@ -51,6 +56,28 @@ class Progress:
         in_flight, launches, phase = _LAYOUT.unpack_from(self._memory, 0)
         text = phase.rstrip(b"\0").decode("ascii", "replace")
         return "".join(c for c in text if c.isprintable()), bool(in_flight), launches
+
+    def confined(self, isolation: Mapping[str, Any]) -> None:
+        """What the child has given up, for verdicts of children that end without one."""
+        data = json.dumps(isolation).encode()
+        if len(data) <= _NOTE_MOST:
+            self._memory[_NOTE_AT + _NOTE.size : _NOTE_AT + _NOTE.size + len(data)] = data
+            _NOTE.pack_into(self._memory, _NOTE_AT, len(data))
+
+    def isolation(self) -> dict[str, Any]:
+        """What `confined` was told; empty where nothing sensible stands there."""
+        (size,) = _NOTE.unpack_from(self._memory, _NOTE_AT)
+        if not 0 < size <= _NOTE_MOST:
+            return {}
+        try:
+            found = strict.parse(
+                self._memory[_NOTE_AT + _NOTE.size : _NOTE_AT + _NOTE.size + size],
+                "isolation",
+                _NOTE_MOST,
+            )
+        except Malformed:
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def close(self) -> None:
         self._memory.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,9 @@ def device_of(facts: DeviceFacts) -> dict[str, Any]:
     return {**asdict(facts), "slug": facts.slug}
 
 
+@cache
 def commit() -> str:
-    """The commit of this checkout, read without running git; empty for an installed package."""
+    """The commit of this checkout, read once and without running git; empty for an installed package."""
     git = Path(__file__).resolve().parents[2] / ".git"
     try:
         head = (git / "HEAD").read_text().strip()

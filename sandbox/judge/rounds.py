@@ -17,7 +17,7 @@ from sandbox.devices import cuda_rate
 from sandbox.devices.base import Device, Faulted, Refused
 from sandbox.devices.cuda import CudaDevice
 from sandbox.jobs import JudgeJob
-from sandbox.judge.confine import confine
+from sandbox.judge.confine import Room, confine, folders_of
 from sandbox.judge.progress import Progress, WatchedDevice
 from sandbox.verdict import Verdict
 
@@ -27,13 +27,16 @@ Runner = Callable[[JudgeJob, Device, Callable[[str], None]], Verdict]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a child runs: device kind, the GPU it may see, the state folder, and the process that forked it."""
+    """Where a child runs: device kind, the GPU it may see, the state folder, the process that forked it, its folder
+    for temporary files, and the level of confinement (`sandbox.judge.confine.LEVELS`)."""
 
     kind: str
     gpu: str | None
     state: Path
     parent: int
     opener: Callable[[Place], Device]
+    scratch: Path = Path("/nonexistent")
+    level: int = 0
 
 
 def open_device(place: Place) -> Device:
@@ -45,19 +48,20 @@ def open_device(place: Place) -> Device:
     return CpuDevice()
 
 
-def _enter(place: Place) -> dict[str, Any]:
+def _enter(place: Place, read: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Confine this process and let it see one GPU. Returns what the verdict says of its isolation."""
     if place.gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
         os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbers as nvidia-smi has them
-    return confine(place.parent)
+    return confine(place.parent, Room(place.scratch, place.state, place.gpu, read, place.level))
 
 
 def judge(job: JudgeJob, place: Place, runner: Runner, progress: Progress) -> Mapping[str, Any]:
     """The verdict of one job, as JSON. Exceptions that are not about the candidate leave as they are: `infra`."""
-    isolation = _enter(place)
     begin = time.monotonic()
-    opened = begin
+    isolation = _enter(place, folders_of(job))
+    progress.confined(isolation)
+    confined = opened = time.monotonic()
     try:
         progress.enter("device")
         device = place.opener(place)
@@ -66,7 +70,10 @@ def judge(job: JudgeJob, place: Place, runner: Runner, progress: Progress) -> Ma
         verdict = _run(job, WatchedDevice(device, progress), runner, progress)
     except (Refused, Faulted) as error:
         verdict = judge_wire.without_judging(job, error.status, error.failure)
-    seconds = {**verdict.seconds, "open_device": opened - begin, "child": time.monotonic() - begin}
+    seconds = {
+        **verdict.seconds, "confine": confined - begin, "open_device": opened - confined,
+        "child": time.monotonic() - begin,
+    }  # fmt: skip
     verdict = replace(verdict, isolation={**verdict.isolation, "judge": isolation}, seconds=seconds)
     return {"verdict": verdict.to_json()}
 

@@ -35,6 +35,7 @@ _WARM = (
     "sandbox.judge.rounds",
     "sandbox.devices.cuda",
     "sandbox.devices.cpu",
+    "targets",
 )
 
 
@@ -121,6 +122,7 @@ def warm(*entries: str) -> list[Any]:
         importlib.import_module("sandbox.assemble").version()  # kept, so that no child asks again
     except (RuntimeError, OSError) as error:
         print(f"no assembler, only cpu works: {error}", file=sys.stderr)
+    importlib.import_module("sandbox.judge.report").commit()  # children cannot read the repository
     found = []
     for entry in entries:
         module, _, attribute = entry.partition(":")

@@ -78,7 +78,9 @@ def test_the_server_has_no_secrets_and_its_own_session(judge: JudgeClient, state
     seen = dict(line.split("=", 1) for line in verdict.profile["note"].splitlines())
     assert not [k for k in seen if "SECRET" in k or "KEY" in k or "TOKEN" in k]
     # What torch and the server set for themselves is not inherited.
-    inherited = set(seen) - {"PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_DEVICE_ORDER", "LC_CTYPE"}
+    own = {"TMPDIR", "USER", "CUDA_CACHE_DISABLE", "CUDA_DEVICE_ORDER", "LC_CTYPE"}
+    inherited = set(seen) - own - {"PYTORCH_NVML_BASED_CUDA_CHECK"}
+    assert seen["HOME"] == seen["TMPDIR"] and str(state) in seen["HOME"]
     assert {k for k in inherited if not k.startswith(("TORCH", "KMP", "PYTORCH"))} <= set(
         judge_client.KEEP
     )

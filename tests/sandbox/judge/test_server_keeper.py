@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandbox import judge_wire
+from sandbox.box import landlock
 from sandbox.devices.base import Faulted
 from sandbox.jobs import JudgeJob
 from sandbox.judge import lease, rounds
@@ -17,6 +18,8 @@ from sandbox.judge.keeper import Keeper, Settings
 from sandbox.judge.rounds import Place, Runner
 from sandbox.verdict import Status, Trust
 from tests.sandbox.judge import server_runners as runners
+
+TIER = "landlock" if landlock.abi() else "seccomp"
 
 
 @dataclass
@@ -75,7 +78,7 @@ def test_isolation_trust_and_times_are_told_honestly(state: Path) -> None:
     k = keeper(state, runners.ok)
     verdict = k.judge(job(state))
     assert verdict.isolation["tier"] == "strict"
-    assert verdict.isolation["judge"]["tier"] == "none"
+    assert verdict.isolation["judge"]["tier"] == TIER
     assert verdict.isolation["judge"]["pageable_memory_access"] == 1
     assert verdict.trust is Trust.JUDGED
     assert k.judge(job(state, jail="none")).trust is Trust.UNJAILED
@@ -101,7 +104,7 @@ def test_what_breaks_gets_its_status_and_the_next_job_is_judged(
     verdict = k.judge(job(state))
     assert verdict.failure is not None
     assert (verdict.status, verdict.failure.rule) == (status, rule)
-    assert verdict.isolation["judge"]["tier"] == "none"
+    assert verdict.isolation["judge"]["tier"] == TIER
     # canary; run, canary; and for what may be the machine's fault a second run and its canary
     assert len(opened(state)) == (5 if status is Status.FAULT else 3)
     assert len(asked.pids) == (2 if status is Status.FAULT else 1)
@@ -284,7 +287,7 @@ def test_probe_tells_facts_and_canary(state: Path) -> None:
     assert (found["ok"], found["facts"]["name"], found["isolation"]["tier"]) == (
         True,
         "NVIDIA H200",
-        "none",
+        TIER,
     )
     (state / "broken").touch()
     assert "elements are wrong" in k.probe("cuda")["message"]
