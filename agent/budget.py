@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from agent.models.attempts import still_open
 from agent.models.base import StopRun
 from agent.search import Limits, Spent, exceeds
 from agent.workspace import RunFiles
@@ -66,6 +67,11 @@ class Ledger:
             with self._lock:
                 self._flying += Spent(-more.usd, -more.tokens, 0.0, -more.gpu_seconds)
 
+    @contextmanager
+    def using(self) -> Iterator[Callable[[Spent], None]]:
+        """For what is charged already: the block reports the difference."""
+        yield self._use
+
     def _use(self, used: Spent) -> None:
         with self._lock:
             self._spent += used
@@ -88,4 +94,4 @@ def spent_before(files: RunFiles, elapsed: float) -> Spent:
         total += Spent(usd=call["cost"] or 0.0, tokens=tokens)
     for judged in files.judgements():
         total += Spent(gpu_seconds=judged["gpu_seconds"])
-    return total
+    return total + still_open(files)

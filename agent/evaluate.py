@@ -17,6 +17,7 @@ from agent.models.base import StopRun, Unavailable
 from agent.outcome import Ending, Judged, best, end_step, ended, judged
 from agent.search import Spent
 from agent.state import CandidateState, Deps
+from agent.winners import write_winner
 from agent.workspace import read_json, write_json
 from sandbox.jobs import CompileJob, CompileOutcome, Judge, JudgeJob
 from sandbox.strict import Malformed
@@ -206,9 +207,23 @@ def confirm(state: CandidateState, deps: Deps) -> dict[str, Any]:
         rows = judged(deps, seq)
         top = next(r for r in reversed(rows) if r.step == top.step)
         write_json(deps.files.result(seq), _result(state, deps, top, rows))
+        _save_verified(state, deps)
         deps.reporter.status(seq, "done")
         return {**out, "done": [seq]}
     return {"done": [seq]}
+
+
+def _save_verified(state: CandidateState, deps: Deps) -> None:
+    """A verified gain is in kernels_out at once: its round may never come to its end."""
+    seq = state["seq"]
+    result = read_json(deps.files.result(seq))
+    verdict = deps.workspace.verdict(result["verdict"])
+    fit = not seq and verdict.status is Status.PASSED
+    if seq and result["duplicate_of"] is None:
+        base = deps.workspace.verdict(read_json(deps.files.result(state["incumbent"]))["verdict"])
+        fit = search.promotable(base, verdict, deps.settings.confirm)[0]
+    if fit:
+        write_winner(deps, seq)
 
 
 def _confirm(state: CandidateState, deps: Deps, top: Judged) -> dict[str, Any]:

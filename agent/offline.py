@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agent import record as writer
 from agent.ids import new_run_id, now
 from agent.outcome import trust
 from agent.runner import Services
-from agent.store import RunRow, Store
+from agent.store import RunRow
 from agent.store.store import CandidateRow, JudgedRow
 from agent.versions import versions
 from agent.workspace import Place
@@ -120,7 +121,7 @@ def start_record(place: Place, s: Setting) -> str:
         run, s.target, "evaluate", s.device, "files", "", s.workload.key,
         {"options": options_json(s.workload.options), "tier": str(s.tier)}, versions(), now(),
     )  # fmt: skip
-    Store(place.db).add_run(row)
+    writer.opened(place.db, row)
     return run
 
 
@@ -141,8 +142,8 @@ def record(place: Place, run: str, seq: int, found: Found) -> None:
         verdict=found.verdict, created=now(), judged=(judged,),
         artifacts=(artifact,) if artifact else (),
     )  # fmt: skip
-    Store(place.db).add_candidates(run, [row])
+    writer.by_hand(place.db, run, row)
 
 
 def finish_record(place: Place, run: str, seconds: float) -> None:
-    Store(place.db).set_run(run, state="done", elapsed=seconds, updated=now())
+    writer.changed(place.db, run, state="done", elapsed=seconds, updated=now())

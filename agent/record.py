@@ -1,23 +1,26 @@
-"""Node `record`: the single writer of runs.db. Takes a round's finished results from disk, decides
-on promotion.
+"""The single writer of runs.db: the graph's node `record`, and with it the opening and closing of
+runs, files judged by hand, evidence from other hosts, people's decisions and exports.
 
-Idempotent: run again after a kill it leaves the same rows, the same decision and the same
-kernels_out.
+Nothing else calls the store's writing methods (a test reads every module for that), each of which is
+one immediate transaction, so writers wait for each other. The facts lie on disk before they come
+here: written again after a kill they leave the same rows. LangGraph keeps its checkpoints in the
+same file by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from agent import search
 from agent.plan import direction_of
+from agent.promote import decide
 from agent.state import Deps, RunState
+from agent.store import RunRow, Store
 from agent.store.store import CandidateRow, JudgedRow
-from agent.winners import write_winner
-from agent.workspace import read_json
+from agent.workspace import Place, Workspace, read_json, write_json
 from sandbox import artifact_store
 from sandbox.artifact import Artifact
-from sandbox.verdict import Status, Verdict
 
 CALL_COLUMNS = (
     "scope", "n", "role", "model", "input_tokens", "output_tokens", "cache_read_tokens",
@@ -33,7 +36,12 @@ def record(state: RunState, deps: Deps) -> dict[str, Any]:
         return {"done": None}
     rows = [candidate_row(deps, state["round"], seq) for seq in seqs]
     deps.store.add_candidates(deps.task.run, rows)
-    out = _decide(state, deps, rows)
+
+    def note(kind: str, seq: int, reason: str) -> None:
+        decision = {"round": state["round"], "kind": kind, "seq": seq, "reason": reason}
+        deps.store.add_decision(deps.task.run, {**decision, "date": deps.now()})
+
+    out = decide(state, deps, rows, note)
     deps.store.set_run(
         deps.task.run, rounds=state["round"], elapsed=deps.ledger.elapsed, updated=deps.now(),
         incumbent=out.get("incumbent", state.get("incumbent")),
@@ -42,11 +50,13 @@ def record(state: RunState, deps: Deps) -> dict[str, Any]:
 
 
 def sync(deps: Deps, upto: int) -> None:
-    """Model calls and lessons that lie in the run's folder and not yet in the database."""
+    """What lies in the run's folder and not yet in the database: calls, lessons, evidence."""
     run = deps.task.run
     calls = [
         {
             **{k: c[k] for k in CALL_COLUMNS},
+            "attempt": c.get("attempt", 0),
+            "estimated": int(c.get("estimated", False)),
             "prompt": c["prompt_blob"],
             "answer": deps.workspace.put(c["answer"]),
         }
@@ -55,6 +65,7 @@ def sync(deps: Deps, upto: int) -> None:
     deps.store.add_calls(run, calls)
     for round in range(1, upto + 1):
         deps.store.add_lessons(run, round, read_json(deps.files.lessons(round)) or [])
+    _take_evidence(deps.store, deps.workspace, run)
 
 
 def candidate_row(deps: Deps, round: int, seq: int) -> CandidateRow:
@@ -81,52 +92,48 @@ def candidate_row(deps: Deps, round: int, seq: int) -> CandidateRow:
     )  # fmt: skip
 
 
-def _decide(state: RunState, deps: Deps, rows: list[CandidateRow]) -> dict[str, Any]:
-    """Counters and the incumbent after this round; the decision is in the database and on disk."""
-    if state["round"] == 0:
-        return _seed(deps, rows[0].verdict)
-    infra = state.get("infra", 0)
-    for row in rows:
-        infra = infra + 1 if row.verdict.status is Status.INFRA else 0
-    incumbent = state["incumbent"]
-    base = deps.workspace.verdict(read_json(deps.files.result(incumbent))["verdict"])
-    fit: list[tuple[int, Verdict]] = []
-    for row in rows:
-        if row.duplicate_of is None:
-            ok, reason = search.promotable(base, row.verdict, deps.settings.confirm)
-            if ok:
-                fit.append((row.seq, row.verdict))
-            elif search.better(row.verdict):
-                _note(deps, state["round"], "keep", row.seq, reason)
-    top = search.winner(fit)
-    for seq, _ in fit:
-        if seq != top:
-            reason = f"better than candidate {incumbent}, but candidate {top} gains more"
-            _note(deps, state["round"], "keep", seq, reason)
-    if top is None:
-        return {"stale": state.get("stale", 0) + 1, "infra": infra}
-    reason = search.promotable(base, dict(fit)[top], deps.settings.confirm)[1]
-    promote(deps, state["round"], top, reason, replaces=incumbent)
-    return {"incumbent": top, "stale": 0, "infra": infra}
+def opened(db: Path, row: RunRow) -> None:
+    """A new run. Raises Corrupt, OSError."""
+    Store(db).add_run(row)
 
 
-def promote(deps: Deps, round: int, seq: int, reason: str, replaces: int | None) -> None:
-    _note(deps, round, "promote", seq, reason)
-    write_winner(deps, seq, replaces)
-    deps.reporter.promoted(seq, reason)
+def changed(db: Path, run: str, **values: Any) -> None:
+    """The run's row: `state`, `stop`, `message`, `elapsed`, `settings`, `updated`."""
+    Store(db).set_run(run, **values)
 
 
-def _seed(deps: Deps, verdict: Verdict) -> dict[str, Any]:
-    if verdict.status is not Status.PASSED:
-        why = verdict.failure.message if verdict.failure else str(verdict.status)
-        _note(deps, 0, "stop", 0, f"the seed did not pass: {why}"[:500])
-        return {"stop": "seed_failed", "incumbent": 0}
-    promote(deps, 0, 0, "the seed: what the run starts from", None)
-    return {"incumbent": 0, "stale": 0}
+def closed(deps: Deps, round: int, **values: Any) -> None:
+    """The last pass of a session: what no round took in any more, and how it ended."""
+    sync(deps, round)
+    deps.store.set_run(deps.task.run, **values)
 
 
-def _note(deps: Deps, round: int, kind: str, seq: int, reason: str) -> None:
-    deps.store.add_decision(
-        deps.task.run,
-        {"round": round, "kind": kind, "seq": seq, "reason": reason, "date": deps.now()},
-    )
+def by_hand(db: Path, run: str, row: CandidateRow) -> None:
+    """A file that was judged outside the loop."""
+    Store(db).add_candidates(run, [row])
+
+
+def evidence(place: Place, run: str, seq: int, judged: JudgedRow) -> None:
+    """A further verdict on what the run has judged; it lies in the run's folder first."""
+    path = place.workspace.run(run).evidence(judged.blob)
+    said = {"seq": seq, "step": judged.step, "tunables": dict(judged.tunables)}
+    write_json(path, {**said, "artifact": judged.artifact, "blob": judged.blob})
+    _take_evidence(Store(place.db), place.workspace, run)
+
+
+def _take_evidence(store: Store, workspace: Workspace, run: str) -> None:
+    for path in sorted(workspace.run(run).evidence("").parent.glob("*.json")):
+        e = read_json(path)
+        verdict = workspace.verdict(e["blob"])
+        row = JudgedRow(e["step"], verdict, e["blob"], e["tunables"], e["artifact"], "imported")
+        store.add_verdict(run, e["seq"], row)
+
+
+def reviewed(db: Path, run: str, seq: int, row: Mapping[str, Any]) -> None:
+    """A person's decision; `row` as `Store.add_review` takes it."""
+    Store(db).add_review(run, seq, row)
+
+
+def exported(db: Path, run: str, seq: int, row: Mapping[str, Any]) -> None:
+    """A bundle or patch that left; `row`: kind, path, date."""
+    Store(db).add_export(run, seq, row)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agent import search
+from agent import record, search
 from agent.budget import Ledger, spent_before
 from agent.config import RunSettings, settings_from_json
 from agent.graph import Drain, Stopped, engine
+from agent.heartbeat import beating, elapsed_of
 from agent.ids import new_run_id, now
 from agent.models.base import Model, Proposer
 from agent.models.calls import Clerk
-from agent.record import sync
 from agent.state import Deps, Reporter
 from agent.store import Queries, RunRow, Store
 from agent.types import Task
@@ -99,7 +99,6 @@ def create(
     run = run or new_run_id()
     target = find(settings.target)
     task = task_of(run, settings, target)
-    store = Store(place.db)
     source = settings.start and Path(settings.start).read_text()
     files = place.workspace.run(run)
     started = now()
@@ -110,11 +109,12 @@ def create(
             "seed": place.workspace.put(source or target.seed_source()),
         },
     )  # fmt: skip
-    store.add_run(
+    record.opened(
+        place.db,
         RunRow(
             run, settings.target, "optimize", settings.device, settings.proposer, settings.model,
             task.workload, settings.to_json(), versions, started,
-        )
+        ),
     )  # fmt: skip
     return run
 
@@ -131,13 +131,14 @@ def save_settings(place: Place, run: str, settings: RunSettings) -> None:
     """Limits and waiting may change when a run is resumed; what is optimised may not."""
     files = place.workspace.run(run)
     write_json(files.settings, {**read_json(files.settings), "settings": settings.to_json()})
-    Store(place.db).set_run(run, settings=settings.to_json())
+    record.changed(place.db, run, settings=settings.to_json())
 
 
 def make_ledger(place: Place, run: str, settings: RunSettings) -> Ledger:
     """What earlier sessions spent counts."""
     row = Queries(Store(place.db), place.workspace).run(run)
-    before = spent_before(place.workspace.run(run), row["elapsed"])
+    files = place.workspace.run(run)
+    before = spent_before(files, max(row["elapsed"], elapsed_of(files.clock)))
     return Ledger(settings.limits, before)
 
 
@@ -160,6 +161,7 @@ def deps_of(r: Run) -> Deps:
     clerk = None
     if r.party.model is not None:
         clerk = Clerk(r.party.model, workspace, files, r.ledger, r.session.sleep, now)
+        clerk.sweep()
     return Deps(
         settings=r.settings, task=task_of(r.id, r.settings, find(r.settings.target)),
         seed_source=workspace.text(read_json(files.settings)["seed"]), proposer=r.party.proposer,
@@ -173,10 +175,10 @@ def deps_of(r: Run) -> Deps:
 def advance(r: Run) -> Ended:
     """Run until the graph ends, waits or is drained; the record is up to date afterwards."""
     deps = deps_of(r)
-    deps.store.set_run(r.id, state="running", stop=None, updated=now())
+    record.changed(r.session.place.db, r.id, state="running", stop=None, updated=now())
     stopped: Stopped | None = None
     try:
-        with engine(r.session.place.db, r.id, r.settings) as e:
+        with beating(r.ledger, deps.files.clock), engine(r.session.place.db, r.id, r.settings) as e:
             if e.at_rest():
                 e.reopen()
             stopped = e.advance(deps, r.session.drain)
@@ -191,12 +193,13 @@ def advance(r: Run) -> Ended:
 def close(deps: Deps, stopped: Stopped | None) -> None:
     """The run's row after a session; None: it ended by an exception and can be resumed."""
     state: Any = stopped.state if stopped else {}
-    sync(deps, state.get("round", 0))
     how = stopped.how if stopped else "failed"
+    if deps.clerk is not None:
+        deps.clerk.sweep(give_up=how == "end")
     stop = state.get("stop", "")
     words = {"drained": "interrupted", "end": "spent" if stop in search.SPENT else "done"}
-    deps.store.set_run(
-        deps.task.run, state=words.get(how, how), stop=stop or None,
+    record.closed(
+        deps, state.get("round", 0), state=words.get(how, how), stop=stop or None,
         message="; ".join(stopped.waiting) if stopped and stopped.waiting else None,
         elapsed=deps.ledger.elapsed, updated=now(),
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """kernels_out/<target>/<device>/<run>-<seq>/: the best verified kernel of a run, there however the
 run ends.
 
-Written when a candidate is promoted, under a temporary name and then renamed; the run's former best
-is removed only after that. It holds what was verified and says what was not.
+Written as soon as a candidate is verified to beat the incumbent, under a temporary name and then
+renamed; when its round is recorded the best one stays and the run's others are removed. It holds
+what was verified and says what was not.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from agent.workspace import read_json, replace_folder
 from sandbox.verdict import Verdict
 
 
-def write_winner(deps: Deps, seq: int, replaces: int | None) -> Path:
-    """Write the folder of candidate `seq` and drop that of `replaces`. Raises OSError, Missing."""
+def write_winner(deps: Deps, seq: int, alone: bool = False) -> Path:
+    """Write the folder of candidate `seq`; `alone` drops the run's other ones. Raises OSError, Missing."""
     result = read_json(deps.files.result(seq))
     verdict = deps.workspace.verdict(result["verdict"])
     final = winner_folder(deps.out, deps.task.target, verdict.device, deps.task.run, seq)
@@ -33,8 +34,10 @@ def write_winner(deps: Deps, seq: int, replaces: int | None) -> Path:
     if result["tunables"]:
         files["tunables.json"] = _pretty(result["tunables"])
     replace_folder(final, files, {"artifact": deps.workspace.artifact(result["artifact"])})
-    if replaces is not None and replaces != seq:
-        shutil.rmtree(final.parent / f"{deps.task.run}-{replaces}", ignore_errors=True)
+    others = final.parent.glob(f"{deps.task.run}-*") if alone else ()
+    for other in others:
+        if other != final:
+            shutil.rmtree(other, ignore_errors=True)
     return final
 
 

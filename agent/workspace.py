@@ -104,8 +104,25 @@ class RunFiles:
     def call(self, scope: str, n: int) -> Path:
         return self.folder / "calls" / f"{scope}-{n}.json"
 
+    def attempt(self, scope: str, n: int, attempt: int) -> Path:
+        """An attempt that was paid for and answered nothing; its wire log has the suffix `.log`."""
+        return self.folder / "calls" / f"{scope}-{n}.{attempt}.json"
+
+    def wires(self, stem: str = "*") -> list[Path]:
+        """Wire logs of attempts that are running or were cut off, oldest attempt first."""
+        found = (self.folder / "calls").glob(f"{stem}.*.log")
+        return sorted(found, key=lambda p: (len(p.name), p.name))
+
+    def evidence(self, blob: str) -> Path:
+        """A verdict from another host, on something that this run has judged itself."""
+        return self.folder / "evidence" / f"{blob}.json"
+
+    @property
+    def clock(self) -> Path:
+        return self.folder / "clock.json"
+
     def calls(self) -> Iterator[dict[str, Any]]:
-        """Every finished model call, in a stable order."""
+        """Every model call that was paid for, answered or not, in a stable order."""
         for path in sorted((self.folder / "calls").glob("*.json")):
             call = read_json(path)
             if call is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from agent import record
 from agent.commands import common
 from agent.ids import now
 from agent.store import Queries, Store
@@ -52,8 +53,8 @@ def export(name: str, **asked: Any) -> int:
         done = (_bundle if asked["to"] == "bundle" else _vllm)(queries, found, asked)
     except subject.ExportRefused as error:
         raise click.ClickException(str(error)) from error
-    queries.store.add_export(
-        found.row["run"], found.row["seq"],
+    record.exported(
+        place.db, found.row["run"], found.row["seq"],
         {"kind": asked["to"], "path": done["path"], "date": now()},
     )  # fmt: skip
     lines = [done["path"], *(f"  {x}" for x in done["said"])]

@@ -1,21 +1,28 @@
-"""`judge`: artifacts that were compiled anywhere. `record`: verdicts that were judged anywhere."""
+"""`judge`: artifacts that were compiled anywhere, and the judge itself. `record`: verdicts that were judged anywhere."""
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from agent import elsewhere, offline
+from agent import elsewhere, offline, scores
+from agent import record as writer
 from agent.commands import common
 from agent.commands.evaluate import TIERS
 from agent.config import deadline
+from agent.ids import now
 from agent.store import Queries, Store
 from agent.store.store import JudgedRow
+from agent.versions import version
 from agent.views import verdict_lines
-from agent.workspace import write_bytes
+from agent.workspace import Place, write_bytes
 from sandbox import artifact_store
 from sandbox.jobs import JudgeJob
 from sandbox.strict import Malformed
@@ -23,7 +30,7 @@ from sandbox.verdict import Status, Tier, Verdict
 
 
 @click.command()
-@click.argument("folders", nargs=-1, required=True, metavar="DIR...",
+@click.argument("folders", nargs=-1, metavar="DIR...",
                 type=click.Path(exists=True, file_okay=False, path_type=Path))  # fmt: skip
 @click.option("--tier", type=TIERS, default="screen", help="How thoroughly to judge.")
 @click.option("--device", default=None, metavar="cuda|cuda:N|cpu", callback=common._device,
@@ -43,6 +50,16 @@ from sandbox.verdict import Status, Tier, Verdict
 )
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Write <artifact>-<tier>.json here.")  # fmt: skip
+@click.option("--self-test", is_flag=True, help="Score the judge with planted kernels instead.")
+@click.option("--only", multiple=True, metavar="CLASS|NAME|PART",
+              help="Of the planted kernels these only; may be repeated.")  # fmt: skip
+@click.option("--preset", default="tiny", show_default=True, help="Sizes of the planted kernels.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=None,
+    help="Planted kernels at a time.  [default: cores]",
+)
 @common.json_option
 def judge(folders: tuple[Path, ...], **asked: Any) -> int:
     """Judge artifact folders: target and workload come from the artifact, which is read as hostile
@@ -53,9 +70,17 @@ def judge(folders: tuple[Path, ...], **asked: Any) -> int:
       kernelgen judge out/3f9c... --tier full
       kernelgen judge .kernelgen/artifacts/3f9c... --against .kernelgen/artifacts/77ab... -o
       verdicts
+      kernelgen judge --self-test --device cpu --only barrier --only mla
 
-    Exit code 0 only if every artifact passed.
+    Exit code 0 only if every artifact passed. With --self-test: kernels with known mistakes, attempts to
+    deceive and right but unusual kernels are compiled in the jail and judged up to tier promote; prints
+    recall by class and the rate of false rejects. Exit code 0 only if every mistake was caught but for
+    those declared and measured inside the noise band, and no right kernel was rejected.
     """
+    if asked["self_test"] == bool(folders):
+        raise common.Usage("give artifacts' folders, or --self-test")
+    if asked["self_test"]:
+        return _self_test(asked)
     from agent.services import device_facts, new_judge
 
     jobs = [_job(folder, asked) for folder in folders]
@@ -77,6 +102,58 @@ def judge(folders: tuple[Path, ...], **asked: Any) -> int:
     if asked["as_json"]:
         common.emit(True, {"results": [v.to_json() for v in verdicts]}, "")
     return 0 if all(v.status is Status.PASSED for v in verdicts) else 1
+
+
+def _self_test(asked: dict[str, Any]) -> int:
+    from agent import selftest
+    from agent.services import Wanted, new_judge, start
+    from targets.planted import built_in
+
+    device = asked["device"]
+    try:
+        todo = selftest.chosen(built_in(), asked["only"], device)
+    except ValueError as error:
+        raise common.Usage(str(error)) from error
+    jobs = asked["jobs"] or os.cpu_count() or 1
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kernelgen-self-test-") as folder:
+        place = common.place_of(Path(folder) / "runs.db", None)
+        wanted = Wanted(device, parallel=jobs, deadline_s=300.0)
+        services, facts = start(wanted, place.workspace)
+        more = [new_judge() for _ in range(jobs - 1 if device == "cpu" else 0)]
+        try:
+            arch = str(facts.get("arch") or wanted.arch)
+            bench = selftest.Bench(services.compiler, [services.judge, *more], device, arch, jobs)
+            sized = [selftest.resized(p, asked["preset"]) for p in todo]
+            rows = selftest.run(bench, sized, _progress(len(todo)))
+        finally:
+            services.close()
+            for judge_ in more:
+                judge_.close()
+    data = scores.summary(rows)
+    data |= {
+        "device": facts.get("name", device), "preset": asked["preset"], "jobs": jobs, "date": now(),
+        "version": version("kernelgen"), "wall_s": round(time.monotonic() - began, 1),
+        "seconds": dict(selftest.spent(rows)), "rows": [r.to_json() for r in rows],
+    }  # fmt: skip
+    head = f"judge on {data['device']}, {data['preset']}, {len(rows)} kernels in {data['wall_s']:.0f} s"
+    common.emit(asked["as_json"], data, f"{head}\n\n{scores.table(data)}")
+    return 0 if data["ok"] else 1
+
+
+def _progress(count: int) -> Callable[[scores.Row], None]:
+    """One line a kernel on stderr, as they end."""
+    done = iter(range(1, count + 1))
+
+    def heard(row: scores.Row) -> None:
+        end = f"{row.status} at {row.tier}" if row.tier else row.message[:120]
+        spent = sum(row.seconds.values())
+        click.echo(
+            f"[{next(done)}/{count}] {row.planted.name}: {row.fate} ({end}, {spent:.1f} s)",
+            err=True,
+        )
+
+    return heard
 
 
 def _job(folder: Path, asked: dict[str, Any]) -> JudgeJob:
@@ -119,7 +196,7 @@ def record(run: str, files: tuple[Path, ...], db: Path, as_json: bool) -> int:
     for path, verdict in zip(files, verdicts, strict=True):
         waited = elsewhere.accept(folder, verdict)
         if not waited:
-            _beside(queries, row["id"], path, verdict)
+            _beside(place, queries, row["id"], path, verdict)
         done.append(
             {
                 "file": str(path),
@@ -136,7 +213,7 @@ def record(run: str, files: tuple[Path, ...], db: Path, as_json: bool) -> int:
     return 0
 
 
-def _beside(queries: Queries, run: str, path: Path, verdict: Verdict) -> None:
+def _beside(place: Place, queries: Queries, run: str, path: Path, verdict: Verdict) -> None:
     """Raises Malformed if the run never had that artifact."""
     owner = queries.artifact_owner(run, verdict.artifact)
     if owner is None:
@@ -147,4 +224,4 @@ def _beside(queries: Queries, run: str, path: Path, verdict: Verdict) -> None:
     blob = queries.workspace.put_verdict(verdict)
     tunables = json.loads(owner["judged_tunables"] or "{}")
     judged = JudgedRow(owner["step"], verdict, blob, tunables, verdict.artifact, "imported")
-    queries.store.add_verdict(run, owner["seq"], judged)
+    writer.evidence(place, run, owner["seq"], judged)

@@ -1,8 +1,10 @@
 """Anthropic and compatible servers: the Messages API, streamed, the stable part of the prompt
 cached.
 
-One attempt a call, no retries here. The key comes from ANTHROPIC_API_KEY (or ANTHROPIC_AUTH_TOKEN)
-and is never stored. The constructor checks for it, since the SDK would fail only at the first call.
+One attempt a call, no retries here. This API hands out an answer once and honours no request name:
+what a kill cuts off is lost, unless all of it had arrived. The key comes from ANTHROPIC_API_KEY (or
+ANTHROPIC_AUTH_TOKEN) and is never stored. The constructor checks for it, since the SDK would fail
+only at the first call.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -31,7 +35,8 @@ from agent.models.base import (
     TruncationError,
     Usage,
 )
-from agent.models.openai import retry_after
+from agent.models.openai import named, retry_after
+from agent.models.wire import Event, Loose, Wire
 
 PROVIDER = "anthropic"
 _CREDIT = ("credit balance", "spend limit", "billing")
@@ -65,37 +70,29 @@ class AnthropicModel:
         return pricing.estimate(prompt, self.name, PROVIDER)
 
     def complete(self, prompt: Prompt, schema: Schema | None = None) -> Completion:
-        start = time.monotonic()
-        turns: list[Any] = [{"role": "user", "content": prompt.body}]
-        turns += [{"role": t.role, "content": t.text} for t in prompt.turns]
-        extra: dict[str, Any] = {}
-        if schema is not None:
-            extra["output_config"] = {"format": {"type": "json_schema", "schema": dict(schema)}}
-        cached = {"type": "text", "text": prompt.stable, "cache_control": {"type": "ephemeral"}}
-        system: list[Any] = [cached]
-        try:
-            with self._client.messages.stream(
-                model=self.name,
-                max_tokens=prompt.max_output_tokens,
-                system=system,
-                messages=turns,
-                **extra,
-            ) as stream:
-                message = stream.get_final_message()
-        except anthropic.APIError as error:
-            raise _typed(error) from error
-        except (httpx2.HTTPError, json.JSONDecodeError) as error:  # the SDK lets both pass
-            raise OverloadError(f"the stream broke off: {error}") from error
-        except AssertionError as error:  # the SDK's word for a stream that ended before its message
-            raise OverloadError("the stream broke off") from error
-        return self._checked(message, prompt, time.monotonic() - start)
+        return self.ask(prompt, schema, Loose())
 
-    def _checked(self, message: Any, prompt: Prompt, seconds: float) -> Completion:
-        text = "".join(b.text for b in message.content if b.type == "text")
-        usage = _usage(message.usage)
-        cost = pricing.dollars(usage, self.name, PROVIDER)
-        done = Completion(text, usage, cost, self.name, seconds)
-        reason = message.stop_reason
+    def ask(self, prompt: Prompt, schema: Schema | None, wire: Wire) -> Completion:
+        start = time.monotonic()
+        events: list[Event] = []
+        try:
+            self._drain(prompt, schema, wire, events)
+        except anthropic.APIError as error:
+            raise self._paid(_typed(error), prompt, events) from error
+        except (httpx2.HTTPError, json.JSONDecodeError) as error:  # the SDK lets both pass
+            broken = OverloadError(f"the stream broke off: {error}")
+            raise self._paid(broken, prompt, events) from error
+        done = self.settle(prompt, events)
+        if done is None:
+            raise self._paid(OverloadError("the stream broke off"), prompt, events)
+        return replace(done, seconds=time.monotonic() - start)
+
+    def settle(self, prompt: Prompt, events: Sequence[Event]) -> Completion | None:
+        """As `Streamed.settle`."""
+        text, usage, reason = read(events)
+        if not reason:
+            return None
+        done = self._completion(text, usage)
         if reason == "max_tokens":
             limit = prompt.max_output_tokens
             raise TruncationError(f"the answer hit its limit of {limit} tokens", done)
@@ -107,12 +104,83 @@ class AnthropicModel:
             raise OverloadError(f"the stream ended with {reason!r}", None, done)
         return done
 
+    def fetchable(self, events: Sequence[Event]) -> bool:
+        """Never: the Messages API hands out an answer once."""
+        return False
 
-def _usage(raw: Any) -> Usage:
+    def fetch(self, prompt: Prompt, wire: Wire, events: Sequence[Event]) -> Completion | None:
+        return None
+
+    def _completion(self, text: str, usage: Usage, estimated: bool = False) -> Completion:
+        cost = pricing.dollars(usage, self.name, PROVIDER)
+        return Completion(text, usage, cost, self.name, estimated=estimated)
+
+    def _paid(self, error: ModelError, prompt: Prompt, events: Sequence[Event]) -> ModelError:
+        """The failure with what it cost: the prompt as the first event says, the answer by length."""
+        if events and error.partial is None:
+            text, said, _ = read(events)
+            guessed = pricing.guess(prompt, text)
+            usage = replace(
+                said if said.input_tokens else guessed,
+                output_tokens=max(said.output_tokens, guessed.output_tokens),
+            )
+            error.partial = self._completion(text, usage, estimated=True)
+        return error
+
+    def _drain(
+        self, prompt: Prompt, schema: Schema | None, wire: Wire, events: list[Event]
+    ) -> None:
+        """Every event to the wire before it is looked at."""
+        turns: list[Any] = [{"role": "user", "content": prompt.body}]
+        turns += [{"role": t.role, "content": t.text} for t in prompt.turns]
+        extra: dict[str, Any] = {}
+        if schema is not None:
+            extra["output_config"] = {"format": {"type": "json_schema", "schema": dict(schema)}}
+        cached = {"type": "text", "text": prompt.stable, "cache_control": {"type": "ephemeral"}}
+        system: list[Any] = [cached]
+        stream = self._client.messages.create(
+            model=self.name,
+            max_tokens=prompt.max_output_tokens,
+            system=system,
+            messages=turns,
+            stream=True,
+            extra_headers=named(wire.key),
+            **extra,
+        )
+        with stream:
+            for item in stream:
+                event = item.to_dict(mode="json")
+                kind = event.get("type")
+                wire.event(event, flush=kind in ("message_start", "message_delta"))
+                events.append(event)
+                if kind == "message_stop":
+                    return
+
+
+def read(events: Sequence[Event]) -> tuple[str, Usage, str]:
+    """Text, usage and the stop reason, '' while there is none: of a live stream or a log."""
+    pieces: list[str] = []
+    usage, reason = Usage(), ""
+    for event in events:
+        kind = event.get("type")
+        if kind == "message_start":
+            usage = _usage(event["message"]["usage"])
+        elif kind == "content_block_start":
+            pieces.append(event["content_block"].get("text") or "")
+        elif kind == "content_block_delta":
+            pieces.append(event["delta"].get("text") or "")
+        elif kind == "message_delta":
+            said = event.get("usage") or {}
+            usage = replace(usage, output_tokens=said.get("output_tokens") or usage.output_tokens)
+            reason = event["delta"].get("stop_reason") or reason
+    return "".join(pieces), usage, reason
+
+
+def _usage(raw: Mapping[str, Any]) -> Usage:
     """The API's input count leaves cached tokens out; ours includes them."""
-    read = raw.cache_read_input_tokens or 0
-    written = raw.cache_creation_input_tokens or 0
-    return Usage(raw.input_tokens + read + written, raw.output_tokens, read, written)
+    read = raw.get("cache_read_input_tokens") or 0
+    written = raw.get("cache_creation_input_tokens") or 0
+    return Usage(raw["input_tokens"] + read + written, raw["output_tokens"], read, written)
 
 
 def _typed(error: anthropic.APIError) -> ModelError:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
+from agent.models.wire import Event, Wire
 from agent.types import Direction, Proposal, Situation
 from sandbox.verdict import Verdict
 
@@ -84,13 +85,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished answer. `cost` in dollars; None when the model has no known price."""
+    """A finished answer. `cost` in dollars; None when the model has no known price. `estimated`:
+    the provider did not say what was used.
+    """
 
     text: str
     usage: Usage = field(default_factory=Usage)
     cost: float | None = None
     model: str = ""
     seconds: float = 0.0
+    estimated: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,27 @@ class Model(Protocol):
     def estimate(self, prompt: Prompt) -> Estimate: ...
 
 
+@runtime_checkable
+class Streamed(Protocol):
+    """A Model whose answer arrives in events, so that a killed process can pick it up again."""
+
+    def ask(self, prompt: Prompt, schema: Schema | None, wire: Wire) -> Completion:
+        """`complete`, with every event given to the wire before it is used. Raises ModelError."""
+        ...
+
+    def settle(self, prompt: Prompt, events: Sequence[Event]) -> Completion | None:
+        """The answer if these events hold all of it. Raises ModelError as `ask` would have."""
+        ...
+
+    def fetchable(self, events: Sequence[Event]) -> bool:
+        """Whether the provider can be asked for that answer again without paying again."""
+        ...
+
+    def fetch(self, prompt: Prompt, wire: Wire, events: Sequence[Event]) -> Completion | None:
+        """The answer by its id; None if the provider no longer has it. Raises Pending, ModelError."""
+        ...
+
+
 class ModelError(Exception):
     """A call that gave no usable answer. `partial` holds text and usage that were paid for all the
     same.
@@ -123,6 +148,10 @@ class ModelError(Exception):
     def __init__(self, message: str, partial: Completion | None = None) -> None:
         super().__init__(message)
         self.partial = partial
+
+
+class Lost(ModelError):
+    """An attempt of which nobody knows the end: charged at its estimate, and asked again."""
 
 
 class CreditError(ModelError):
@@ -153,6 +182,10 @@ class OverloadError(WaitError):
 
 class ContextError(ModelError):
     """The prompt is too long: ask again with less history."""
+
+
+class Pending(WaitError):
+    """The provider is still at work on an answer that was asked for before."""
 
 
 class RefusalError(ModelError):

@@ -2,41 +2,78 @@
 down.
 
 A finished call lies in the run's folder before its answer is used; asked again after a kill, the
-same (scope, number) is answered from there and nothing is paid twice. Adapters below make one
-attempt.
+same (scope, number) is answered from there and nothing is paid twice (`agent.models.attempts`).
+Adapters below make one attempt.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from agent.budget import Ledger
+from agent.models.attempts import Call, lose, recall, sweep
 from agent.models.base import (
     AuthError,
     Completion,
     CreditError,
     Estimate,
+    Lost,
     Model,
     ModelError,
+    Pending,
     Prompt,
     Schema,
     StopRun,
-    Usage,
     WaitError,
     Waiting,
 )
 from agent.search import Spent
-from agent.workspace import RunFiles, Workspace, read_json, write_json
+from agent.workspace import RunFiles, Workspace
 
 ATTEMPTS = 6
 LONGEST_WAIT_S = 120.0
+LONGEST_PENDING_S = 3600.0
 
 
-class Lost(ModelError):
-    """A recorded call that had failed, met again on resume: fails the same way, unpaid."""
+@dataclass
+class Gate:
+    """One a provider: when it asks to slow down, every call of the run keeps away until then, and
+    afterwards they go one by one until one has got through.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    until: float = 0.0
+    narrow: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    single: threading.Lock = field(default_factory=threading.Lock)
+
+    def close_for(self, seconds: float) -> None:
+        with self.lock:
+            self.until = max(self.until, self.clock() + seconds)
+            self.narrow = True
+
+    def left(self) -> float:
+        with self.lock:
+            return self.until - self.clock()
+
+    def opened(self) -> None:
+        with self.lock:
+            self.narrow = False
+
+    @contextmanager
+    def passage(self) -> Iterator[None]:
+        held = False
+        while self.narrow and not held:
+            held = self.single.acquire(timeout=0.2)
+        try:
+            yield
+        finally:
+            if held:
+                self.single.release()
 
 
 @dataclass(frozen=True)
@@ -49,10 +86,15 @@ class Clerk:
     ledger: Ledger
     sleep: Callable[[float], bool]
     now: Callable[[], str]
+    gate: Gate = field(default_factory=Gate)
 
     def scope(self, scope: str) -> RecordedModel:
         """The model bound to one candidate or round: its calls are numbered from 0."""
         return RecordedModel(self, scope)
+
+    def sweep(self, give_up: bool = False) -> None:
+        """What calls cut off earlier are known to have cost becomes rows. Asks nobody."""
+        sweep(self.files, self.model, give_up)
 
 
 @dataclass
@@ -72,89 +114,64 @@ class RecordedModel:
         """Raises ModelError as the adapter does, StopRun for credit, key and budgets, Waiting when
         the run is asked to stop between two attempts.
         """
-        path = self.clerk.files.call(self.scope, self.calls)
+        c = self.clerk
+        call = Call(c.model, c.workspace, c.files, c.now, self.scope, self.calls, prompt)
         self.calls += 1
-        found = read_json(path)
-        if found is not None and found["prompt"] == prompt.sha256:
-            return self._recall(found)
-        asked = self.clerk.workspace.put(_text(prompt))
-        began = time.monotonic()
+        found = call.answered()
+        if found is not None:
+            return recall(found)
         try:
-            completion, error = self._attempts(prompt, schema), None
-        except ModelError as failure:
-            completion, error = failure.partial or Completion(""), failure
-        row = self._row(prompt, completion, error)
-        row |= {"n": self.calls - 1, "prompt_blob": asked, "seconds": time.monotonic() - began}
-        if error is None or error.partial is not None:
-            write_json(path, row, paid=True)
-        if isinstance(error, (CreditError, AuthError)):
+            return self._attempts(call, schema)
+        except (CreditError, AuthError) as error:
             reason = "credit" if isinstance(error, CreditError) else "auth"
             raise StopRun(reason, str(error)) from error
-        if error is not None:
-            raise error
-        return completion
 
-    def _attempts(self, prompt: Prompt, schema: Schema | None) -> Completion:
-        estimate = self.clerk.model.estimate(prompt)
-        wait = 2.0
-        for attempt in range(ATTEMPTS):
-            bound = Spent(usd=estimate.cost or 0.0, tokens=estimate.tokens)
+    def _attempts(self, call: Call, schema: Schema | None) -> Completion:
+        gate, began = self.clerk.gate, time.monotonic()
+        wait, failures, why = 2.0, 0, "it asked to be left alone for a while"
+        while True:
+            left = gate.left()
+            # Asked to stop meanwhile: the candidate is no failure of anyone.
+            if left > 0 and self.clerk.sleep(left):
+                raise Waiting(f"the provider is to be asked again: {why}")
             try:
-                with self.clerk.ledger.reserve(bound) as use:
-                    try:
-                        completion = self.clerk.model.complete(prompt, schema)
-                    except ModelError as error:
-                        use(_spent(error.partial))
-                        raise
-                    use(_spent(completion))
-                    return completion
+                completion = self._attempt(call, schema)
+                gate.opened()
+                return completion
+            except Lost:
+                continue
+            except Pending as error:
+                if time.monotonic() - began > LONGEST_PENDING_S:
+                    self._give_up(call)
+                    raise
+                if self.clerk.sleep(error.retry_after or wait):
+                    raise Waiting(f"the provider is still at work: {error}") from error
             except WaitError as error:
                 pause = error.retry_after if error.retry_after is not None else wait
-                if attempt + 1 == ATTEMPTS or pause > 10 * LONGEST_WAIT_S:
+                failures, wait, why = failures + 1, min(2 * wait, LONGEST_WAIT_S), str(error)
+                if failures == ATTEMPTS or pause > 10 * LONGEST_WAIT_S:
+                    self._give_up(call)
                     raise
-                wait = min(2 * wait, LONGEST_WAIT_S)
-                if self.clerk.sleep(pause):  # asked to stop: the candidate is no failure of anyone
-                    raise Waiting(f"the provider is to be asked again: {error}") from error
-        raise AssertionError("unreachable")
+                gate.close_for(pause)
+            except ModelError:
+                gate.opened()
+                raise
 
-    def _row(
-        self, prompt: Prompt, completion: Completion, error: ModelError | None
-    ) -> dict[str, Any]:
-        return {
-            "scope": self.scope, "role": prompt.role, "model": completion.model or self.name,
-            "prompt": prompt.sha256, "answer": completion.text,
-            "input_tokens": completion.usage.input_tokens,
-            "output_tokens": completion.usage.output_tokens,
-            "cache_read_tokens": completion.usage.cache_read_tokens,
-            "cache_write_tokens": completion.usage.cache_write_tokens,
-            "cost": completion.cost, "date": self.clerk.now(),
-            "error": f"{type(error).__name__}: {error}"[:500] if error else None,
-        }  # fmt: skip
+    def _attempt(self, call: Call, schema: Schema | None) -> Completion:
+        """One attempt, or what is left of an earlier one. Raises Lost, ModelError, StopRun."""
+        log = call.cut_off()
+        if log is not None:  # charged already
+            with self.clerk.ledger.using() as use:
+                return call.pick_up(log, use)
+        found = call.answered()  # the cut-off attempt had its end on disk after all
+        if found is not None:
+            return recall(found)
+        estimate = self.clerk.model.estimate(call.prompt)
+        bound = Spent(usd=estimate.cost or 0.0, tokens=estimate.tokens)
+        with self.clerk.gate.passage(), self.clerk.ledger.reserve(bound) as use:
+            return call.ask(schema, use)
 
-    def _recall(self, row: dict[str, Any]) -> Completion:
-        usage = Usage(
-            row["input_tokens"], row["output_tokens"], row["cache_read_tokens"],
-            row["cache_write_tokens"],
-        )  # fmt: skip
-        completion = Completion(row["answer"], usage, row["cost"], row["model"], row["seconds"])
-        if row["error"]:
-            raise _failure(row["error"])(row["error"], completion)
-        return completion
-
-
-def _failure(text: str) -> type[ModelError]:
-    """The class that was recorded, so that the reaction is the same."""
-    name = text.partition(":")[0]
-    known = {c.__name__: c for c in ModelError.__subclasses__()}
-    return known.get(name, Lost)
-
-
-def _spent(completion: Completion | None) -> Spent:
-    if completion is None:
-        return Spent()
-    return Spent(usd=completion.cost or 0.0, tokens=completion.usage.total)
-
-
-def _text(prompt: Prompt) -> str:
-    turns = "".join(f"\n\n[{t.role}]\n{t.text}" for t in prompt.turns)
-    return f"[stable]\n{prompt.stable}\n\n[{prompt.role}]\n{prompt.body}{turns}\n"
+    def _give_up(self, call: Call) -> None:
+        log = call.cut_off()
+        if log is not None:
+            lose(call.files, log)

@@ -1,16 +1,20 @@
 """OpenAI and compatible servers: the Responses API, streamed; chat completions for servers that
 speak only those, found out by their 404.
 
-One attempt a call, no retries here (`agent.models.calls` waits and retries). The key comes from
-OPENAI_API_KEY and is never stored; a local server needs none.
+One attempt a call, no retries here (`agent.models.calls` waits and retries). At the public API a
+response runs in the background and is kept there, so that one cut off by a kill or a lost
+connection is fetched by its id. The key comes from OPENAI_API_KEY and is never stored here; a local
+server needs none.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import openai
@@ -24,6 +28,7 @@ from agent.models.base import (
     Estimate,
     ModelError,
     OverloadError,
+    Pending,
     Prompt,
     RateError,
     RefusalError,
@@ -31,8 +36,13 @@ from agent.models.base import (
     TruncationError,
     Usage,
 )
+from agent.models.openai_events import read
+from agent.models.wire import Event, Loose, Wire
 
 PROVIDER = "openai"
+PUBLIC = "api.openai.com"
+TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
+_KEEPING = re.compile(r"\b(background|store|zero data retention)\b", re.IGNORECASE)
 Api = Literal["responses", "chat"]
 
 
@@ -51,7 +61,8 @@ class OpenAIModel:
         self.name = name
         self._api = api
         base_url = base_url or os.environ.get("OPENAI_BASE_URL")
-        self._local = bool(base_url) and "api.openai.com" not in (base_url or "")
+        self._keep = client is not None or not base_url or PUBLIC in base_url
+        self._local = bool(base_url) and PUBLIC not in (base_url or "")
         if client is None:
             key = os.environ.get("OPENAI_API_KEY") or ("local" if self._local else None)
             if not key:
@@ -63,62 +74,112 @@ class OpenAIModel:
         return pricing.estimate(prompt, self.name, PROVIDER)
 
     def complete(self, prompt: Prompt, schema: Schema | None = None) -> Completion:
+        return self.ask(prompt, schema, Loose())
+
+    def ask(self, prompt: Prompt, schema: Schema | None, wire: Wire) -> Completion:
         start = time.monotonic()
+        events: list[Event] = []
         try:
-            text, usage, end = self._call(prompt, schema)
+            self._call(prompt, schema, wire, events)
         except openai.APIError as error:
-            raise _typed(error) from error
+            raise self._paid(_typed(error), prompt, events) from error
         except json.JSONDecodeError as error:  # the SDK lets a garbled event pass
-            raise OverloadError(f"the stream is garbled: {error}") from error
-        done = Completion(
-            text=text,
-            usage=usage,
-            cost=pricing.dollars(usage, self.name, PROVIDER),
-            model=self.name,
-            seconds=time.monotonic() - start,
-        )
-        if end in ("length", "max_output_tokens"):
+            broken = OverloadError(f"the stream is garbled: {error}")
+            raise self._paid(broken, prompt, events) from error
+        done = self.settle(prompt, events)
+        if done is None:
+            broken = OverloadError("the stream broke off before its end")
+            raise self._paid(broken, prompt, events)
+        return replace(done, seconds=time.monotonic() - start)
+
+    def settle(self, prompt: Prompt, events: Sequence[Event]) -> Completion | None:
+        """As `Streamed.settle`."""
+        answer = read(events)
+        if answer.failed is not None:
+            raise self._paid(_failed(*answer.failed), prompt, events)
+        if answer.end == "":
+            return None
+        known = answer.usage.total > 0
+        usage = answer.usage if known else pricing.guess(prompt, answer.text)
+        done = self._completion(answer.text, usage, estimated=not known)
+        if answer.end in ("length", "max_output_tokens"):
             limit = prompt.max_output_tokens
             raise TruncationError(f"the answer hit its limit of {limit} tokens", done)
-        if end in ("content_filter", "refusal"):
-            raise RefusalError(f"{self.name} declined: {text[:200] or end}", done)
-        if end not in ("completed", "stop"):
-            raise OverloadError(f"the stream ended with {end!r}", None, done)
+        if answer.end in ("content_filter", "refusal"):
+            raise RefusalError(f"{self.name} declined: {answer.text[:200] or answer.end}", done)
+        if answer.end not in ("completed", "stop"):
+            raise OverloadError(f"the stream ended with {answer.end!r}", None, done)
         return done
 
-    def _call(self, prompt: Prompt, schema: Schema | None) -> tuple[str, Usage, str]:
+    def fetchable(self, events: Sequence[Event]) -> bool:
+        answer = read(events)
+        return bool(answer.id and answer.kept and answer.failed is None and not answer.end)
+
+    def fetch(self, prompt: Prompt, wire: Wire, events: Sequence[Event]) -> Completion | None:
+        """As `Streamed.fetch`: the response by its id."""
+        try:
+            response = self._client.responses.retrieve(read(events).id)
+        except openai.NotFoundError:
+            return None
+        except openai.APIError as error:
+            raise _typed(error) from error
+        if response.status in ("queued", "in_progress"):
+            raise Pending(f"response {response.id} is {response.status}", 2.0)
+        last = {"type": f"response.{response.status}", "response": response.to_dict(mode="json")}
+        wire.event(last, flush=True)
+        return self.settle(prompt, [*events, last])
+
+    def _completion(self, text: str, usage: Usage, estimated: bool = False) -> Completion:
+        cost = pricing.dollars(usage, self.name, PROVIDER)
+        return Completion(text, usage, cost, self.name, estimated=estimated)
+
+    def _paid(self, error: ModelError, prompt: Prompt, events: Sequence[Event]) -> ModelError:
+        """The failure with what it cost: as the provider says, else by what went over the wire."""
+        answer = read(events)
+        if events and error.partial is None:
+            known = answer.usage.total > 0
+            usage = answer.usage if known else pricing.guess(prompt, answer.text)
+            error.partial = self._completion(answer.text, usage, estimated=not known)
+        return error
+
+    def _call(self, prompt: Prompt, schema: Schema | None, wire: Wire, events: list[Event]) -> None:
         """Through the API the server speaks: one without the Responses API is remembered as such."""
         if self._api == "responses":
             try:
-                return self._responses(prompt, schema)
+                return _drain(self._responses(prompt, schema, wire.key), wire, events)
             except openai.NotFoundError:
                 if not self._local:
                     raise
-                found = self._chat(prompt, schema)
+                _drain(self._chat(prompt, schema, wire.key), wire, events)
                 self._api = "chat"
-                return found
-        return self._chat(prompt, schema)
+                return None
+            except openai.BadRequestError as error:
+                if not self._keep or not _KEEPING.search(str(error.message)):
+                    raise
+                self._keep = False  # an organisation whose responses are not kept
+                return _drain(self._responses(prompt, schema, wire.key), wire, events)
+        return _drain(self._chat(prompt, schema, wire.key), wire, events)
 
-    def _responses(self, prompt: Prompt, schema: Schema | None) -> tuple[str, Usage, str]:
+    def _responses(self, prompt: Prompt, schema: Schema | None, key: str) -> Any:
         turns: list[Any] = [{"role": "user", "content": prompt.body}]
         turns += [{"role": t.role, "content": t.text} for t in prompt.turns]
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"background": True} if self._keep else {}
         if schema is not None:
             form = {"type": "json_schema", "name": prompt.role, "schema": dict(schema)}
             extra["text"] = {"format": {**form, "strict": True}}
-        stream = self._client.responses.create(
+        return self._client.responses.create(
             model=self.name,
             instructions=prompt.stable,
             input=turns,
             max_output_tokens=prompt.max_output_tokens,
-            store=False,
+            store=self._keep,
             stream=True,
             prompt_cache_key=f"kernelgen-{prompt.role}",
+            extra_headers=named(key),
             **extra,
         )
-        return _read_responses(stream)
 
-    def _chat(self, prompt: Prompt, schema: Schema | None) -> tuple[str, Usage, str]:
+    def _chat(self, prompt: Prompt, schema: Schema | None, key: str) -> Any:
         messages: list[Any] = [
             {"role": "system", "content": prompt.stable},
             {"role": "user", "content": prompt.body},
@@ -128,66 +189,31 @@ class OpenAIModel:
         if schema is not None:
             form = {"name": prompt.role, "schema": dict(schema), "strict": True}
             extra["response_format"] = {"type": "json_schema", "json_schema": form}
-        stream = self._client.chat.completions.create(
+        return self._client.chat.completions.create(
             model=self.name,
             messages=messages,
             max_tokens=prompt.max_output_tokens,
             stream=True,
             stream_options={"include_usage": True},
+            extra_headers=named(key),
             **extra,
         )
-        return _read_chat(stream)
 
 
-def _read_responses(stream: Iterable[Any]) -> tuple[str, Usage, str]:
-    """Text, usage and how it ended: completed, max_output_tokens, content_filter, refusal or
-    `broken`.
-    """
-    pieces: list[str] = []
-    end, usage = "broken", Usage()
-    for event in stream:
-        if event.type == "response.output_text.delta":
-            pieces.append(event.delta)
-        elif event.type == "response.refusal.delta":
-            pieces.append(event.delta)
-            end = "refusal"
-        elif event.type in ("response.completed", "response.incomplete"):
-            usage = _usage(event.response.usage)
-            details = event.response.incomplete_details
-            if end != "refusal":
-                end = details.reason if details and details.reason else "completed"
-        elif event.type == "response.failed":
-            error = event.response.error
-            raise _failed(error.code if error else "", error.message if error else "failed")
-        elif event.type == "error":
-            raise _failed(event.code or "", event.message)
-    return "".join(pieces), usage, end
+def named(key: str) -> dict[str, str]:
+    return {"Idempotency-Key": key} if key else {}
 
 
-def _read_chat(stream: Iterable[Any]) -> tuple[str, Usage, str]:
-    pieces: list[str] = []
-    end, usage = "broken", Usage()
-    for chunk in stream:
-        if chunk.usage:
-            cached = getattr(chunk.usage.prompt_tokens_details, "cached_tokens", 0) or 0
-            usage = Usage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens, cached)
-        for choice in chunk.choices:
-            pieces.append(choice.delta.content or getattr(choice.delta, "refusal", None) or "")
-            if getattr(choice.delta, "refusal", None):
-                end = "refusal"
-            elif choice.finish_reason and end != "refusal":
-                end = choice.finish_reason
-    return "".join(pieces), usage, end
-
-
-def _usage(raw: Any) -> Usage:
-    """The API's input count already includes cached tokens, as ours does."""
-    if raw is None:
-        return Usage()
-    details = raw.input_tokens_details
-    read = getattr(details, "cached_tokens", 0) or 0
-    written = getattr(details, "cache_write_tokens", 0) or 0
-    return Usage(raw.input_tokens, raw.output_tokens, read, written)
+def _drain(stream: Any, wire: Wire, events: list[Event]) -> None:
+    """Every event to the wire before it is looked at."""
+    with stream:
+        for item in stream:
+            event = item.to_dict(mode="json")
+            kind = event.get("type", "")
+            wire.event(event, flush=not events or kind in TERMINAL)
+            events.append(event)
+            if kind in TERMINAL:
+                return
 
 
 def _failed(code: str, message: str) -> ModelError:

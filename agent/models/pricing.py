@@ -30,6 +30,11 @@ def dollars(usage: Usage, model: str, provider: str) -> float | None:
 
 def estimate(prompt: Prompt, model: str, provider: str) -> Estimate:
     """Upper bound before the call: the whole prompt uncached and an answer of full length."""
-    characters = len(prompt.stable) + len(prompt.body) + sum(len(t.text) for t in prompt.turns)
-    used = Usage(int(characters / CHARS_PER_TOKEN) + 1, prompt.max_output_tokens)
+    used = Usage(guess(prompt, "").input_tokens, prompt.max_output_tokens)
     return Estimate(used.total, dollars(used, model, provider))
+
+
+def guess(prompt: Prompt, answer: str) -> Usage:
+    """Tokens by the length of what was sent and received, where the provider does not say."""
+    characters = len(prompt.stable) + len(prompt.body) + sum(len(t.text) for t in prompt.turns)
+    return Usage(int(characters / CHARS_PER_TOKEN) + 1, int(len(answer) / CHARS_PER_TOKEN))

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent import record
 from agent.graph import Engine, engine
 from agent.ids import now
 from agent.locks import RunBusy, hold
@@ -132,8 +133,8 @@ def decide(place: Place, row: Mapping[str, Any], kind: str, said: tuple[str, str
     _check(row, kind, note)
     decision = Decision(row["run"], row["seq"], kind, note, who, now(), hashes_of(queries, row))
     run = queries.run(row["run"])
-    queries.store.add_review(
-        row["run"], row["seq"],
+    record.reviewed(
+        place.db, row["run"], row["seq"],
         {"round": run["rounds"], "kind": kind, "reason": note, "who": who, "date": decision.date,
          "hashes": decision.hashes},
     )  # fmt: skip
@@ -167,8 +168,8 @@ def _tell(place: Place, queries: Queries, run: Mapping[str, Any], d: Decision) -
     if effect != "recorded":
         back = d.kind == "send_back"
         message = f"candidate {d.seq} was sent back by {d.who}" if back else None
-        queries.store.set_run(
-            d.run, state="waiting" if back else "done", message=message, updated=now()
+        record.changed(
+            place.db, d.run, state="waiting" if back else "done", message=message, updated=now()
         )
     return effect
 

@@ -110,3 +110,15 @@ def people_decide(db: Database) -> None:
     """Who decided and about which hashes (JSON); null for the loop's own decisions."""
     db.table("decisions").add_column("who", str)
     db.table("decisions").add_column("hashes", str)
+
+
+@migrations()
+def attempts_are_paid_too(db: Database) -> None:
+    """A call may take several paid attempts; `estimated`: the provider did not say what was used."""
+    calls = db.table("model_calls")
+    for index in calls.indexes:
+        if index.columns == ["run", "scope", "n"]:
+            db.execute(f"drop index [{index.name}]")
+    calls.add_column("attempt", int, not_null_default=0)
+    calls.add_column("estimated", int, not_null_default=0)
+    calls.create_index(["run", "scope", "n", "attempt"], unique=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,19 +106,47 @@ def test_clients_start_processes_and_import_no_service() -> None:
             assert name.split(".")[0] != "torch"
 
 
-def test_only_record_and_the_commands_write_to_the_store() -> None:
-    allowed = {
-        "agent/record.py", "agent/runner.py", "agent/offline.py", "agent/commands/judge.py",
-        "agent/review/decide.py", "agent/store/store.py",
-    }  # fmt: skip
+def writing(path: Path, mark: str) -> set[str]:
+    """Functions and methods of a module in whose body `mark` occurs."""
+    return {
+        n.name
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.FunctionDef) and re.search(mark, ast.unparse(n))
+    }
+
+
+def names_used(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    return used | {n.id for n in nodes if isinstance(n, ast.Name)}
+
+
+def test_record_is_the_single_writer_of_runs_db() -> None:
+    """The store's writing methods are called by agent/record.py alone, and SQL is spoken by the
+    store alone; LangGraph's checkpointer gets its connection in agent/graph.py.
+    """
+    store = ROOT / "agent" / "store" / "store.py"
+    methods = {n for n in writing(store, r"transaction\(") if not n.startswith("_")}
+    assert {"add_run", "set_run", "add_candidates", "add_verdict", "add_export"} <= methods
+    raw = {"transaction", "insert_all", "upsert", "upsert_all", "execute", "executescript"}
     for path in AGENT:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr in {
-                "add_run", "set_run", "add_candidates", "add_verdict", "add_calls", "add_lessons",
-                "add_decision", "add_review",
-            }:  # fmt: skip
-                name = name_of(path)
-                assert name in allowed or name.startswith(("agent/review/", "agent/export/"))
+        name, used = name_of(path), names_used(path)
+        if name.startswith("agent/store/"):
+            continue
+        assert name == "agent/record.py" or not used & methods, (name, used & methods)
+        assert not used & raw, (name, used & raw)
+        assert name == "agent/graph.py" or "connect" not in used, name
+
+
+def test_no_node_but_record_reaches_the_writer() -> None:
+    nodes = ("plan", "propose", "evaluate", "tune", "reflect", "outcome", "crash", "promote")
+    for node in nodes:
+        assert "agent.record" not in set(imported(ROOT / "agent" / f"{node}.py")), node
+    callers = {name_of(p) for p in AGENT if {"agent.record"} & set(imported(p))}
+    assert callers == {
+        "agent/graph.py", "agent/runner.py", "agent/offline.py", "agent/commands/judge.py",
+        "agent/commands/export.py", "agent/review/decide.py",
+    }  # fmt: skip
 
 
 def test_no_pickle_and_no_side_effects_of_importing_the_command_line() -> None:

@@ -51,10 +51,24 @@ def record(folder: Path) -> dict[str, list[dict[str, Any]]]:
     store = Store(folder / "runs.db")
     queries = Queries(store, Workspace.beside(store.path))
     order = {"candidates": "seq", "verdicts": "candidate, step, tier", "measurements": "verdict"}
+    answered = {"model_calls": "where coalesce(error, '') not like 'Lost:%'"}
     return {
-        table: queries.rows(f"select {what} from {table} order by {order.get(table, what)}")
+        table: queries.rows(
+            f"select {what} from {table} {answered.get(table, '')} order by {order.get(table, what)}"
+        )
         for table, what in TABLES.items()
     }
+
+
+def lost(folder: Path) -> int:
+    """Calls that the record says may have been paid for nothing, each charged at its estimate."""
+    store = Store(folder / "runs.db")
+    rows = Queries(store, Workspace.beside(store.path)).rows(
+        "select cost, input_tokens + output_tokens as tokens from model_calls"
+        " where error like 'Lost:%'"
+    )
+    assert all(r["cost"] == 0.01 and r["tokens"] == 110 for r in rows)
+    return len(rows)
 
 
 def winners(folder: Path) -> list[str]:
@@ -68,7 +82,7 @@ def kill_and_compare(tmp_path: Path, kills: int, seed: int) -> None:
     assert len(expected["candidates"]) == 7
     assert any(v["tier"] == "promote" for v in expected["verdicts"])
     rng = random.Random(seed)
-    killed = trial = twice = 0
+    killed = trial = 0
     while killed < kills:
         trial += 1
         folder = tmp_path / f"killed-{trial}"
@@ -84,9 +98,9 @@ def kill_and_compare(tmp_path: Path, kills: int, seed: int) -> None:
         finish(folder)
         assert record(folder) == expected
         assert winners(folder) == winners(alone)
-        twice += len((folder / "bill").read_text().split()) - len(expected["model_calls"])
-    # Between a provider's bill and our file lies one rename, which no program can close.
-    assert twice <= 1
+        # This model hands out an answer once: a call cut off may be billed, and is recorded as lost.
+        twice = len((folder / "bill").read_text().split()) - len(expected["model_calls"])
+        assert 0 <= twice <= lost(folder)
 
 
 def test_killed_a_few_times_it_ends_with_the_record_of_one_left_alone(tmp_path: Path) -> None:

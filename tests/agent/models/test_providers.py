@@ -167,7 +167,8 @@ def test_the_stable_part_is_marked_for_the_cache() -> None:
     assert block["text"] == "stable part" and block["cache_control"] == {"type": "ephemeral"}
     with serve(Answer("x")) as s:
         _responses(s).complete(PROMPT)
-    assert s.requests[0]["store"] is False and s.requests[0]["prompt_cache_key"]
+    assert s.requests[0]["prompt_cache_key"] == "kernelgen-propose"
+    assert s.requests[0]["store"] is True and s.requests[0]["background"] is True
 
 
 def test_no_key_is_said_before_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
