@@ -1,0 +1,97 @@
+"""Work on whole rows: the AttnRes step (prefix, bank, mix, norm), and the router's selection. One program a row."""
+
+import triton
+import triton.language as tl
+
+from targets.kimi_k3.baseline.kernels.common import begin, bf, sigmoid
+
+
+@triton.jit
+def absorb_source(best, total, mixed, v, weight, eps, H: tl.constexpr):
+    """One more source of the softmax mix, online: (largest score, sum of weights, weighted sum)."""
+    score = tl.sum(v * weight, 0) / tl.sqrt(tl.sum(v * v, 0) / H + eps)
+    higher = tl.maximum(best, score)
+    keep = tl.exp(best - higher)
+    p = tl.exp(score - higher)
+    return higher, total * keep + p, mixed * keep + v * p
+
+
+@triton.jit
+def attn_res_kernel(
+    prefix, delta, prefix_out, old, new, mix, norm, out, eps,
+    H: tl.constexpr, BLOCK: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, SOURCES: tl.constexpr,
+    ROW: tl.constexpr, ADD: tl.constexpr, CLOSING: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """P = bf(prefix + delta) with ADD, else prefix; stored, and to row ROW of the new bank rows if that is not negative.
+
+    out = bf(RMS(m; norm)), m the mix of SOURCES bank rows (OLD earlier ones, then new ones) and P; CLOSING rounds m
+    first. `mix` is f32 norm * proj. Grid (M).
+    """
+    m = tl.program_id(0)
+    c = tl.arange(0, BLOCK)
+    mask = c < H
+    weight = tl.load(mix + c, mask=mask, other=0.0)
+    scale = tl.load(norm + c, mask=mask, other=0.0).to(tl.float32)
+    begin(PDL)
+    p = tl.load(prefix + m * H + c, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        p = bf(p + tl.load(delta + m * H + c, mask=mask, other=0.0).to(tl.float32))
+    tl.store(prefix_out + m * H + c, p.to(tl.bfloat16), mask=mask)
+    if ROW >= 0:
+        tl.store(new + (m * NEW + ROW) * H + c, p.to(tl.bfloat16), mask=mask)
+    best = tl.sum(p * weight, 0) / tl.sqrt(tl.sum(p * p, 0) / H + eps)
+    total = 1.0
+    mixed = p
+    for s in tl.static_range(SOURCES):
+        if s < OLD:
+            at = old + (m * OLD + s) * H
+        else:
+            at = new + (m * NEW + s - OLD) * H
+        v = tl.load(at + c, mask=mask, other=0.0).to(tl.float32)
+        best, total, mixed = absorb_source(best, total, mixed, v, weight, eps, H)
+    mixed = mixed / total
+    if CLOSING:
+        mixed = bf(mixed)
+    y = mixed / tl.sqrt(tl.sum(mixed * mixed, 0) / H + eps) * scale
+    tl.store(out + m * H + c, y.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def select_kernel(
+    logits, remote, bias, ids, weights,
+    EXPERTS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, TP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """ids i32 [M, TOPK] by descending sg(logit) + bias, ties to the lower id, NaN last; weights bf16 from the scores.
+
+    Score and id share a 64-bit key, so that each maximum is one reduction. Grid (M).
+    """
+    m = tl.program_id(0)
+    e = tl.arange(0, BLOCK)
+    lane = tl.arange(0, TP)
+    offset = tl.load(bias + e, mask=e < EXPERTS, other=0.0)
+    begin(PDL)
+    x = tl.load(logits + m * OWN + e, mask=e < OWN, other=0.0)
+    if OWN < EXPERTS:
+        theirs = (e >= OWN) & (e < EXPERTS)
+        x += tl.load(remote + m * (EXPERTS - OWN) + e - OWN, mask=theirs, other=0.0)
+    s = sigmoid(x)
+    z = s + offset
+    bad = z != z
+    s = tl.where(bad, 0.0, s)
+    bits = tl.cast(tl.where(bad, -float("inf"), z) + 0.0, tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = (order.to(tl.int64) << 32) | (BLOCK - 1 - e).to(tl.int64)
+    key = tl.where(e < EXPERTS, key, -9223372036854775807)
+    chosen = tl.zeros([TP], dtype=tl.int32)
+    score = tl.zeros([TP], dtype=tl.float32)
+    for rank in tl.static_range(TOPK):
+        top = tl.max(key, 0)
+        mine = key == top
+        expert = (BLOCK - 1 - (top & 0xFFFFFFFF)).to(tl.int32)
+        chosen = tl.where(lane == rank, expert, chosen)
+        score = tl.where(lane == rank, tl.sum(tl.where(mine, s, 0.0), 0), score)
+        key = tl.where(mine, -9223372036854775807, key)
+    share = score / (tl.sum(score, 0) + 1e-20)
+    tl.store(ids + m * TOPK + lane, chosen, mask=lane < TOPK)
+    tl.store(weights + m * TOPK + lane, share.to(tl.bfloat16), mask=lane < TOPK)

@@ -1,0 +1,295 @@
+"""The pieces of a layer as launches of Triton kernels: buffers between them, grids and tiles.
+
+A `Maker` serves one workload on one device. It launches nothing itself: every method returns closures in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from targets.kimi_k3.baseline.kernels import experts, kda, mla, products, rows
+from targets.kimi_k3.baseline.tiles import Tile, cdiv, power, tile_of
+from targets.kimi_k3.buffers import Shape
+from targets.kimi_k3.maths.layer import Layer
+from targets.kimi_k3.sizes import EPS
+
+Launch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Banks:
+    """Rows of earlier layers [M, old, H], rows written here [M, new, H], where the running prefix goes."""
+
+    old: Tensor | None
+    new: Tensor | None
+    prefix: Tensor
+    count_old: int
+
+
+@dataclass(frozen=True)
+class Mix:
+    norm: Tensor
+    proj: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """One AttnRes step: P is `prefix`, plus `delta` if there is one; `sources` bank rows are mixed with it into `out`;
+    `row` >= 0 is the new bank row that P goes to."""
+
+    prefix: Tensor
+    delta: Tensor | None
+    out: Tensor
+    sources: int
+    row: int = -1
+    closing: bool = False
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a product does besides y = x W^T (see `linear_kernel`)."""
+
+    mode: str = "plain"
+    remote: Tensor | None = None
+    send: Tensor | None = None
+    addend: Tensor | None = None
+    tail: Tensor | None = None
+    norm: Tensor | None = None
+    own: int = 0
+
+
+class Maker:
+    """Launches for one shape. `pdl`: programmatic dependent launch, on GPUs that have it."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape, self.device, self.m = shape, device, shape.rows
+        self.pdl = device.type == "cuda"
+        self.sms = 132
+        if self.pdl:
+            self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.mp = 1 if self.m == 1 else max(16, power(self.m))
+        self._made: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Scratch that launches share; one of each name."""
+        if name not in self._made:
+            self._made[name] = torch.empty(shape, dtype=dtype, device=self.device)
+        return self._made[name]
+
+    def wide(self) -> Tensor:
+        return torch.empty(
+            (self.m, self.shape.sizes.hidden), dtype=torch.bfloat16, device=self.device
+        )
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], t: Tile, **constants: Any) -> Launch:  # fmt: skip
+        """`kernel` on `grid`; tensors, then compile-time constants by name."""
+        options: dict[str, Any] = {"num_warps": t.warps, "num_stages": t.stages}
+        if self.pdl:
+            options["launch_pdl"] = True
+        bound = kernel[grid]
+        known = {**constants, "PDL": self.pdl, **options}
+
+        def run() -> None:
+            bound(*args, **known)
+
+        return run
+
+    def linear(self, x: Tensor, w: Tensor, y: Tensor, ends: Ends = Ends()) -> Launch:
+        n, k = w.shape
+        t = tile_of(n, k, self.mp)
+        columns = 0 if ends.tail is None else ends.tail.shape[1]
+        grid = (cdiv(n, t.bn) + self.m * cdiv(columns, 1024),)
+        given = [ends.norm, ends.remote, ends.send, ends.addend, ends.tail]
+        norm, remote, send, addend, tail = (x if g is None else g for g in given)
+        args = (
+            x, x.stride(0), norm, EPS, w, y, y.stride(0), remote, send, addend, tail,
+        )  # fmt: skip
+        return self.launch(
+            products.linear_kernel, grid, args, t, M=self.m, MP=self.mp, N=n, K=k, BN=t.bn, BK=t.bk,
+            NORM=ends.norm is not None, MODE=ends.mode, OWN=ends.own, TAIL=columns,
+        )  # fmt: skip
+
+    def reduced(self, x: Tensor, w: Tensor, y: Tensor, remote: Tensor | None) -> Launch:
+        """bf(bf(x W^T) + remote)."""
+        if remote is None:
+            return self.linear(x, w, y)
+        return self.linear(x, w, y, Ends("remote", remote=remote))
+
+    def attn_res(self, banks: Banks, mix: Mix, s: Mixed) -> Launch:
+        hidden = self.shape.sizes.hidden
+        product = mix.norm.float() * mix.proj.float()
+        new = s.prefix if banks.new is None else banks.new
+        old = s.prefix if banks.old is None else banks.old
+        delta = s.prefix if s.delta is None else s.delta
+        args = (s.prefix, delta, banks.prefix, old, new, product, mix.out, s.out, EPS)
+        return self.launch(
+            rows.attn_res_kernel, (self.m,), args, Tile(1, 1, 16 if hidden > 2048 else 4), H=hidden,
+            BLOCK=power(hidden), OLD=banks.count_old, NEW=1 if banks.new is None else banks.new.shape[1],
+            SOURCES=s.sources, ROW=s.row, ADD=s.delta is not None, CLOSING=s.closing,
+        )  # fmt: skip
+
+    def kda(self, layer: Layer, slots: Tensor, x: Tensor, out: Tensor) -> list[Launch]:
+        s, w, state = self.shape.sizes, layer.weights, layer.states
+        y = self.buffer("kda_proj", self.m, s.in_proj_rows)
+        o = self.buffer("kda_out", self.m, s.kda_dim)
+        rate = torch.exp(w["A_log"].float())
+        args = (
+            y, y.stride(0), w["f_b"], w["conv"], rate, w["dt_bias"], w["o_norm"], state["conv"], state["S"], slots, o,
+            EPS,
+        )  # fmt: skip
+        core = self.launch(
+            kda.kda_kernel, (s.kda_heads, self.m), args, Tile(1, 1, 8), HEADS=s.kda_heads, W=s.head_dim, RANK=s.f_rank
+        )  # fmt: skip
+        last = self.reduced(o, w["o_proj"], out, layer.remote.get("attn"))
+        return [self.linear(x, w["in_proj"], y), core, last]
+
+    def splits(self) -> int:
+        """Shares of the context: enough to fill the GPU, at least a page each."""
+        p = self.shape
+        return max(1, min(p.pages_per_request, 2 * self.sms // self.m, 128))
+
+    def mla(
+        self, layer: Layer, paging: Mapping[str, Tensor], x: Tensor, out: Tensor
+    ) -> list[Launch]:
+        s, w, m = self.shape.sizes, layer.weights, self.m
+        a = self.buffer("mla_proj", m, s.a_proj_rows)
+        q = self.buffer("mla_q", m, s.mla_heads * (s.qk_nope + s.qk_rope))
+        o = self.buffer("mla_out", m, s.mla_dim)
+        return [
+            self.linear(x, w["a_proj"], a),
+            self.linear(a, w["q_b"], q, Ends(norm=w["q_a_norm"])),
+            *self._attend((a, q, o), layer, paging),
+            self.reduced(o, w["o_proj"], out, layer.remote.get("attn")),
+        ]
+
+    def _attend(
+        self, buffers: tuple[Tensor, Tensor, Tensor], layer: Layer, paging: Mapping[str, Tensor]
+    ) -> list[Launch]:
+        s, p, w, m = self.shape.sizes, self.shape, layer.weights, self.m
+        a, q, o = buffers
+        kv, heads, splits = layer.states["kv"], s.mla_heads, self.splits()
+        query = self.buffer("mla_query", m, heads, s.kv_dim)
+        sums = self.buffer("mla_sums", m, splits, heads, s.kv_lora, dtype=torch.float32)
+        stats = self.buffer("mla_stats", m, splits, heads, 2, dtype=torch.float32)
+        sizes = {"HEADS": heads, "LORA": s.kv_lora}
+        bc, bv = min(64, s.kv_lora), min(32, s.v_dim)
+        first = self.launch(
+            mla.query_kernel, (heads * s.kv_lora // bc + 1, m),
+            (a, a.stride(0), w["kv_a_norm"], q, w["w_uk"], query, kv, paging["slot_mapping"], EPS), Tile(1, 1, 4),
+            **sizes, LORA_Q=s.q_lora, NOPE=s.qk_nope, ROPE=s.qk_rope, BC=bc,
+        )  # fmt: skip
+        second = self.launch(
+            mla.attention_kernel, (splits, m),
+            (query, kv, paging["block_table"], paging["lengths"], sums, stats, (s.qk_nope + s.qk_rope) ** -0.5),
+            Tile(1, 1, 4, 2), **sizes, HP=max(16, power(heads)), ROPE=s.qk_rope, PAGE=s.page,
+            PAGES=p.pages_per_request, SPLITS=splits,
+        )  # fmt: skip
+        third = self.launch(
+            mla.join_kernel, (heads * s.v_dim // bv, m),
+            (sums, stats, w["w_uv"], a, a.stride(0), s.q_lora + s.kv_dim, paging["lengths"], o), Tile(1, 1, 8),
+            **sizes, V=s.v_dim, BV=bv, SPLITS=splits, SP=power(splits), BS=min(8, power(splits)),
+        )  # fmt: skip
+        return [first, second, third]
+
+    def router(self, layer: Layer, x: Tensor, out: tuple[Tensor, Tensor]) -> list[Launch]:
+        """The router by itself: logits through cuBLAS or float32 products, then the selection."""
+        w = layer.weights["router"]
+        logits = self.buffer("logits", self.m, w.shape[0], dtype=torch.float32)
+
+        def product() -> None:
+            if x.is_cuda:
+                torch.mm(x, w.T, out_dtype=torch.float32, out=logits)
+            else:
+                torch.mm(x.float(), w.float().T, out=logits)
+
+        return [product, self._select(layer, logits, out)]
+
+    def _select(self, layer: Layer, logits: Tensor, out: tuple[Tensor, Tensor]) -> Launch:
+        s = self.shape.sizes
+        remote = layer.remote.get("logits", logits)
+        return self.launch(
+            rows.select_kernel, (self.m,), (logits, remote, layer.weights["router_bias"], *out), Tile(1, 1, 1),
+            EXPERTS=s.experts, OWN=logits.shape[1], BLOCK=power(s.experts), TOPK=s.topk, TP=power(s.topk),
+        )  # fmt: skip
+
+    def _front(self, layer: Layer, x: Tensor, made: tuple[Tensor, Tensor, Tensor]) -> Launch:
+        s, w, m = self.shape.sizes, layer.weights, self.m
+        logits, latent, hidden = made
+        routed, own, shared = logits.shape[1], w["latent_down"].shape[0], s.shared_dim
+        t = tile_of(routed + own + 2 * shared, s.hidden, self.mp)
+        blocks = sum(cdiv(n, t.bn) for n in (routed, own, shared))
+        args = (
+            x, w["router"], logits, w["latent_down"], latent, layer.remote.get("latent", latent), w["shared_gate_up"],
+            hidden,
+        )  # fmt: skip
+        return self.launch(
+            products.front_kernel, (blocks + m * cdiv(s.latent - own, 1024),), args, t, M=m, MP=self.mp, K=s.hidden,
+            BN=t.bn, BK=t.bk, ROUTED=routed, OWN=own, LATENT=s.latent, SHARED=shared,
+        )  # fmt: skip
+
+    def moe(
+        self, layer: Layer, routed: tuple[Tensor, Tensor | None], x: Tensor, out: Tensor
+    ) -> list[Launch]:
+        """The whole FFN. `routed` = (ids, what is sent to the other ranks)."""
+        s, w, m = self.shape.sizes, layer.weights, self.m
+        ids, send = routed
+        logits = self.buffer("logits", m, w["router"].shape[0], dtype=torch.float32)
+        latent = self.buffer("latent", m, s.latent)
+        hidden = self.buffer("shared_hidden", m, s.shared_dim)
+        weights = self.buffer("routed", m, s.topk)
+        z = self.buffer("experts_sum", m, s.latent)
+        own = w["latent_up"].shape[0]
+        shared = self.buffer("shared", m, own)
+        ends = Ends()
+        if send is not None:
+            ends = Ends("split", remote=layer.remote["shared"], send=send, own=own)
+        join = Ends(
+            "addend", addend=shared, tail=layer.remote.get("delta"), norm=w["latent_norm"]
+        )
+        return [
+            self._front(layer, x, (logits, latent, hidden)),
+            self._select(layer, logits, (ids, weights)),
+            # beside the selection, which is one program a row: most of its weights arrive meanwhile
+            self.linear(hidden, w["shared_down"], shared, ends),
+            *self._experts(layer, (latent, ids, weights), z),
+            self.linear(z, w["latent_up"], out, join),
+        ]
+
+    def _experts(
+        self, layer: Layer, given: tuple[Tensor, Tensor, Tensor], z: Tensor
+    ) -> list[Launch]:
+        s, w, m = self.shape.sizes, layer.weights, self.m
+        latent, ids, weights = given
+        hidden = self.buffer("expert_hidden", m, s.topk, s.expert_dim)
+        codes = {name: w[name].view(torch.int32) for name in ("w1", "w2", "w3")}
+        up, down = Tile(8, 64, 4), Tile(4, 16, 4)
+        bw = min(up.bk, s.latent // 8 & -(s.latent // 8))
+        first = self.launch(
+            experts.up_kernel, (s.expert_dim // up.bn, s.topk, m),
+            (latent, ids, codes["w1"], w["w1_scale"], codes["w3"], w["w3_scale"], hidden), up, TOPK=s.topk,
+            ROWS=s.expert_dim, K=s.latent, BN=up.bn, BW=bw,
+        )  # fmt: skip
+        remote = layer.remote.get("moe")
+        bw = min(down.bk, s.expert_dim // 8 & -(s.expert_dim // 8))
+        second = self.launch(
+            experts.down_kernel, (s.latent // down.bn, m),
+            (hidden, ids, weights, codes["w2"], w["w2_scale"], z if remote is None else remote, z), down, TOPK=s.topk,
+            ROWS=s.latent, K=s.expert_dim, BN=down.bn, BW=bw, REMOTE=remote is not None,
+        )  # fmt: skip
+        return [first, second]
+
+    def dense(self, layer: Layer, x: Tensor, out: Tensor) -> list[Launch]:
+        s, w = self.shape.sizes, layer.weights
+        hidden = self.buffer("dense_hidden", self.m, s.dense_dim)
+        t = tile_of(2 * s.dense_dim, s.hidden, self.mp)
+        first = self.launch(
+            products.gated_kernel, (cdiv(s.dense_dim, t.bn),), (x, x.stride(0), w["dense_gate_up"], hidden), t,
+            M=self.m, MP=self.mp, N=s.dense_dim, K=s.hidden, BN=t.bn, BK=t.bk,
+        )  # fmt: skip
+        return [first, self.reduced(hidden, w["dense_down"], out, layer.remote.get("dense"))]

@@ -1,0 +1,104 @@
+"""The Triton baseline computes the same step as the reference: every piece, on a stand-in for Triton."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from targets.kimi_k3 import disturb
+from targets.reference import Tensors
+from tests.targets import triton_lite
+from tests.targets.kimi import PARTS, rel, run, tensors, workload
+from tests.targets.test_kimi_baseline import LIMIT, with_outputs
+
+
+@pytest.fixture(autouse=True)
+def triton() -> Iterator[None]:
+    with triton_lite.installed():
+        yield
+
+
+def made(w: Any, t: Tensors) -> Any:
+    baseline = importlib.import_module("targets.kimi_k3.baseline.mix").MixBaseline()
+    baseline.prepare(w, t)
+    return baseline
+
+
+def follow(w: Any, steps: int) -> None:
+    """Steps in a row, each against the oracle on what the baseline left."""
+    t = tensors(w)
+    mine = with_outputs(w, t)
+    baseline = made(w, mine)
+    for step in range(steps):
+        inputs = {k: v for k, v in tensors(w, step=step).items() if k.startswith("inputs.")}
+        for name, value in inputs.items():
+            mine[name].copy_(value)
+        before = {k: v.clone() for k, v in mine.items()}
+        baseline.step()
+        expected = run(w, before, ids=mine.get("outputs.ids"))
+        for name, value in expected.tensors.items():
+            if value.is_floating_point():
+                assert rel(mine[name], value) < LIMIT, (name, step)
+        for tie in expected.ties:
+            differ = (mine["outputs.ids"] != expected.tensors["outputs.ids"]).any(-1)
+            assert not (differ & ~tie.allowed).any()
+        for name, mask in expected.masks.items():
+            assert torch.equal(mine[name][~mask], before[name][~mask]), name
+
+
+@pytest.mark.parametrize("part", [p for p in PARTS if p != "decode"])
+@pytest.mark.parametrize("preset, rows", [("tiny", 1), ("tiny-tp2", 4)])
+def test_a_piece_agrees_with_the_oracle(part: str, preset: str, rows: int) -> None:
+    follow(workload(part, preset, rows=rows, layers=2), 2 if part in ("kda", "mla") else 1)
+
+
+@pytest.mark.parametrize("preset, rows", [("tiny", 1), ("tiny-tp2", 2)])
+def test_a_whole_step_agrees_with_the_oracle(preset: str, rows: int) -> None:
+    follow(workload("decode", preset, rows=rows), 2)
+
+
+def test_a_run_that_starts_later_reads_the_earlier_bank_rows() -> None:
+    follow(workload("decode", "tiny-tp2", rows=1, layers=2, extra={"first": 2}), 1)
+
+
+def test_a_sharded_router_joins_the_logits() -> None:
+    follow(workload("latent-moe", "tiny-tp2", rows=2, layers=1, extra={"router": "sharded"}), 1)
+
+
+def test_padding_writes_nothing_and_gives_zero_attention() -> None:
+    for part in ("kda", "mla"):
+        w = workload(part, rows=4, layers=1)
+        t = disturb.apply(w, "null_request", 5, tensors(w))
+        mine = with_outputs(w, t)
+        made(w, mine).step()
+        assert mine["outputs.y.0"][0].abs().max() == 0
+        for name, mask in run(w, t).masks.items():
+            assert torch.equal(mine[name][~mask], t[name][~mask])
+
+
+def test_a_row_that_is_not_inserted_leaves_the_cache_alone() -> None:
+    w = workload("mla", rows=2, layers=1)
+    t = disturb.apply(w, "no_insert", 5, tensors(w))
+    mine = with_outputs(w, t)
+    made(w, mine).step()
+    assert rel(mine["outputs.y.0"], run(w, t).tensors["outputs.y.0"]) < LIMIT
+    changed = (mine["states.layers.0.kv"] != t["states.layers.0.kv"]).any(-1)
+    assert int(changed.sum()) == 1
+
+
+def test_every_code_and_a_tie_are_exact() -> None:
+    common = importlib.import_module("targets.kimi_k3.baseline.kernels.common")
+    word = torch.tensor([0x76543210, 0xFEDCBA98 - (1 << 32)], dtype=torch.int32)
+    values = torch.stack([common.decode(word, i) for i in range(8)], -1).double() * 2.0**126
+    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert values[0].tolist() == positive and values[1].tolist() == [-v for v in positive]
+
+
+def test_a_layer_has_about_a_dozen_launches() -> None:
+    w = workload("decode", "tiny-tp2", rows=1)
+    baseline = made(w, with_outputs(w, tensors(w)))
+    assert len(baseline.plan) <= 14 * w.layers
