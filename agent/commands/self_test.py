@@ -58,11 +58,9 @@ def _progress(count: int) -> Callable[[scores.Row], None]:
     done = iter(range(1, count + 1))
 
     def heard(row: scores.Row) -> None:
-        end = f"{row.status} at {row.tier}" if row.tier else row.message[:120]
+        end = f"{row.status} at {row.tier}, " if row.tier else ""
         spent = sum(row.seconds.values())
-        click.echo(
-            f"[{next(done)}/{count}] {row.planted.name}: {row.fate} ({end}, {spent:.1f} s)",
-            err=True,
-        )
+        text = f"[{next(done)}/{count}] {row.planted.name}: {row.fate} ({end}{spent:.1f} s) {row.message[:200]}"
+        click.echo(text.rstrip(), err=True)
 
     return heard
