@@ -50,6 +50,7 @@ from functools import partial
 
 from targets.base import Floor, Options, Workload, register
 from targets.kimi_k3 import floors, seeds
+from targets.kimi_k3.baseline import BASELINES
 from targets.kimi_k3.brief import brief as equations
 from targets.kimi_k3.layout import BUILD
 from targets.kimi_k3.options import counts, dims, resolve
@@ -72,7 +73,7 @@ class KimiTarget:
     @property
     def baselines(self) -> Mapping[str, str]:
         """Name -> `module:Class` with `prepare(w, tensors)` (once) and `step()` (capturable, writes in place)."""
-        return {"graph": "targets.kimi_k3.baseline.graph:TorchGraphBaseline"}
+        return BASELINES
 
     @property
     def brief(self) -> str:

@@ -38,7 +38,9 @@ def _storage(t: Tensor) -> Tensor:
 
 def _extent(t: Tensor) -> int:
     """Elements between the first and the last of `t`, both included."""
-    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    return (
+        1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    )
 
 
 def _resolved(p: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
@@ -47,7 +49,9 @@ def _resolved(p: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
     at, inside = torch.broadcast_tensors(at, inside)
     used = at[inside]
     if used.numel() and (int(used.min()) < 0 or int(used.max()) >= _extent(p.base)):
-        raise IndexError(f"access to {list(p.base.shape)} at {int(used.min())} .. {int(used.max())}")
+        raise IndexError(
+            f"access to {list(p.base.shape)} at {int(used.min())} .. {int(used.max())}"
+        )
     return torch.where(inside, at, 0), inside
 
 
@@ -57,7 +61,11 @@ def load(p: Pointer, mask: Any = None, other: Any = None, **hints: Any) -> Tenso
     if not bool(inside.any()):
         return torch.full(at.shape, other or 0, dtype=flat.dtype)
     found = flat[at]
-    return found if mask is None else torch.where(inside, found, torch.tensor(other or 0, dtype=flat.dtype))
+    return (
+        found
+        if mask is None
+        else torch.where(inside, found, torch.tensor(other or 0, dtype=flat.dtype))
+    )
 
 
 def store(p: Pointer, value: Any, mask: Any = None, **hints: Any) -> None:
@@ -78,7 +86,10 @@ def dot(a: Tensor, b: Tensor, acc: Tensor | None = None, **hints: Any) -> Tensor
 
 def _where(mask: Any, a: Any, b: Any) -> Tensor:
     like = next((x for x in (a, b) if isinstance(x, Tensor)), None)
-    parts = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=None if like is None else like.dtype) for x in (a, b)]
+    parts = [
+        x if isinstance(x, Tensor) else torch.tensor(x, dtype=None if like is None else like.dtype)
+        for x in (a, b)
+    ]
     return torch.where(torch.as_tensor(mask), *parts)
 
 
@@ -128,7 +139,12 @@ def _language() -> types.ModuleType:
     tl.exp, tl.sqrt = torch.exp, torch.sqrt
     tl.trans, tl.reshape = (lambda x: x.T), (lambda x, shape: x.reshape(shape))
     tl.static_range = range
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("int32", torch.int32), ("int64", torch.int64)):
+    for name, dtype in (
+        ("float32", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("int32", torch.int32),
+        ("int64", torch.int64),
+    ):
         setattr(tl, name, dtype)
     return tl
 

@@ -1,1 +1,8 @@
-"""Baselines of the Kimi K3 targets: honest competitors that the judge times beside a candidate."""
+"""Baselines of the Kimi K3 targets: honest competitors that the judge times beside a candidate. No torch here."""
+
+BASELINES = {
+    "graph": "targets.kimi_k3.baseline.graph:TorchGraphBaseline",
+    "compile": "targets.kimi_k3.baseline.compiled:CompiledBaseline",
+    "mix": "targets.kimi_k3.baseline.mix:MixBaseline",
+}
+"""Name -> `module:Class`: torch operations, the same through torch.compile, and the best mix of what runs here."""

@@ -6,7 +6,8 @@ The capture, the timing and the check against the reference are the judge's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,26 @@ from targets.kimi_k3.options import Run, bank_rows, resolve
 from targets.reference import Tensors
 
 
+@dataclass(frozen=True)
+class Calls:
+    """The pieces of a layer as functions of tensors: what `torch.compile` is given, one by one."""
+
+    mix_norm: Callable[..., Tensor] = ops.mix_norm
+    kda: Callable[..., Tensor] = ops.kda
+    mla: Callable[..., Tensor] = ops.mla
+    moe: Callable[..., tuple[Tensor, Tensor, Tensor]] = ops.moe
+    gated: Callable[..., Tensor] = ops.gated
+    select: Callable[..., tuple[Tensor, Tensor]] = ops.routed
+
+
+EAGER = Calls()
+
+
 class TorchGraphBaseline:
     """Batched torch operations, BF16 products through cuBLAS, expert weights gathered and dequantised on the fly."""
 
     name = "graph"
+    calls: Calls = EAGER
 
     def prepare(self, w: Workload, tensors: Tensors) -> None:
         """Once per set of tensors; `step` then always uses these."""
@@ -64,10 +81,10 @@ class TorchGraphBaseline:
             prefix = prefix if delta is None else prefix + delta
             if opens:
                 bank.append(prefix)
-            x = ops.rms(ops.mix([*bank[:rows], prefix], w["attn_res_mix"]), w["attn_norm"])
+            x = self.calls.mix_norm([*bank[:rows], prefix], w["attn_res_mix"], w["attn_norm"])
             a = self._attention(n, attn, x)
             prefix, rows = (a, rows + 1) if opens else (prefix + a, rows)
-            y = ops.rms(ops.mix([*bank[:rows], prefix], w["mlp_res_mix"]), w["mlp_norm"])
+            y = self.calls.mix_norm([*bank[:rows], prefix], w["mlp_res_mix"], w["mlp_norm"])
             delta = self._ffn(n, kind, y)
         prefix = prefix + delta
         mixed = ops.mix([*bank, prefix], self.out_mix).bfloat16()
@@ -79,38 +96,26 @@ class TorchGraphBaseline:
     def _attention(self, n: int, kind: str, x: Tensor) -> Tensor:
         t, layer = self.t, self.layers[n]
         if kind == "K":
-            partial = ops.kda(x, layer.weights, layer.states, t["inputs.slots"])
+            partial = self.calls.kda(x, layer.weights, layer.states, t["inputs.slots"])
         else:
             pages = ops.Paging(
                 t["inputs.lengths"], t["inputs.block_table"], t["inputs.slot_mapping"]
             )
-            partial = ops.mla(x, layer.weights, layer.states["kv"], pages)
+            partial = self.calls.mla(x, layer.weights, layer.states["kv"], pages)
         return ops.reduced(partial, layer.remote, "attn")
 
     def _ffn(self, n: int, kind: str, y: Tensor) -> Tensor:
         layer = self.layers[n]
         w, remote = layer.weights, layer.remote
         if kind == "D":
-            return ops.reduced(ops.gated(y, w["dense_gate_up"], w["dense_down"]), remote, "dense")
-        ids, weights = self._choose(y, w, remote)
+            partial = self.calls.gated(y, w["dense_gate_up"], w["dense_down"])
+            return ops.reduced(partial, remote, "dense")
+        ids, delta, send = self.calls.moe(y, w, remote, (self.table, self.run.shape.sizes.topk))
         self.t["outputs.ids"][self.moe_index].copy_(ids)
         self.moe_index += 1
-        latent = ops.joined(F.linear(y, w["latent_down"]), remote, "latent")
-        f = ops.experts(latent, ids, w, self.table)
-        part = (weights.float().unsqueeze(-1) * f.float()).sum(1).bfloat16()
-        z = ops.reduced(part, remote, "moe")
-        u = F.linear(ops.rms(z.float(), w["latent_norm"]), w["latent_up"])
-        shared = ops.gated(y, w["shared_gate_up"], w["shared_down"])
-        local = u.shape[-1]
-        if local < shared.shape[-1]:
-            self.t[f"outputs.send.layers.{n}.shared"].copy_(shared[:, local:])
-        return ops.joined(u + ops.reduced(shared[:, :local], remote, "shared"), remote, "delta")
-
-    def _choose(
-        self, y: Tensor, w: Mapping[str, Tensor], remote: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        logits = ops.joined(ops.mm32(y, w["router"]), remote, "logits")
-        return ops.select(logits, w["router_bias"], self.run.shape.sizes.topk)
+        if send.shape[-1]:
+            self.t[f"outputs.send.layers.{n}.shared"].copy_(send)
+        return delta
 
     def _chain(self) -> None:
         y: Tensor | None = None
@@ -128,7 +133,9 @@ class TorchGraphBaseline:
     def _router(self) -> None:
         for i in range(self.run.layers):
             layer = self.layers[i]
-            ids, weights = self._choose(self.t[f"inputs.x.{i}"], layer.weights, layer.remote)
+            ids, weights = self.calls.select(
+                self.t[f"inputs.x.{i}"], layer.weights, layer.remote, self.run.shape.sizes.topk
+            )
             self.t["outputs.ids"][i].copy_(ids)
             self.t["outputs.weights"][i].copy_(weights)
 
@@ -138,7 +145,7 @@ class TorchGraphBaseline:
             prefix = prefix + self.t[f"inputs.delta.{i}"]
             w = self.layers[i].weights
             self.t[f"outputs.y.{i}"].copy_(
-                ops.rms(ops.mix([*bank, prefix], w["res_mix"]), w["out_norm"])
+                self.calls.mix_norm([*bank, prefix], w["res_mix"], w["out_norm"])
             )
             if i < bank_rows("attn-res", self.run):
                 bank.append(prefix)

@@ -1,4 +1,4 @@
-"""Baseline `mix`: the best mix of public parts that runs here. Triton kernels for the fused pieces, cuBLAS where it wins.
+"""Baseline `mix`: the best mix of public parts that runs. Triton kernels for the fused pieces, cuBLAS where it wins.
 
 `prepare` makes the list of launches of one step, about a dozen a layer, joined by programmatic dependent launch; `step`
 runs it. It needs the triton package and a GPU: without them `prepare` raises, and the judge says that it was skipped.
@@ -68,9 +68,7 @@ class MixBaseline:
             self._add(self.make.attn_res(banks, mix, second))
             self._ffn(n, ffn, x, delta)
             incoming = delta
-        mix = parts.Mix(
-            t["weights.out_res_norm"], t["weights.out_res_proj"], t["weights.out_norm"]
-        )
+        mix = parts.Mix(t["weights.out_res_norm"], t["weights.out_res_proj"], t["weights.out_norm"])
         last = parts.Mixed(prefix, delta, t["outputs.out"], run.bank_rows, closing=True)
         self._add(self.make.attn_res(banks, mix, last))
 
@@ -82,9 +80,7 @@ class MixBaseline:
         if kind == "K":
             self._add(self.make.kda(layer, self.t["inputs.slots"], x, out))
         else:
-            paging = {
-                k: self.t[f"inputs.{k}"] for k in ("lengths", "block_table", "slot_mapping")
-            }
+            paging = {k: self.t[f"inputs.{k}"] for k in ("lengths", "block_table", "slot_mapping")}
             self._add(self.make.mla(layer, paging, x, out))
 
     def _ffn(self, n: int, kind: str, x: Tensor, out: Tensor) -> None:

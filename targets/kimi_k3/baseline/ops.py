@@ -46,6 +46,10 @@ def mix(sources: list[Tensor], weight: Tensor) -> Tensor:
     return (torch.softmax(score, 0).unsqueeze(-1) * v).sum(0)
 
 
+def mix_norm(sources: list[Tensor], weight: Tensor, norm: Tensor) -> Tensor:
+    return rms(mix(sources, weight), norm)
+
+
 def situ(gate: Tensor, up: Tensor) -> Tensor:
     return 100.0 * torch.tanh(gate / 4) * torch.sigmoid(gate) * torch.tanh(up / 25)
 
@@ -139,6 +143,31 @@ def select(logits: Tensor, bias: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     ids = torch.sort(s + bias, dim=-1, descending=True, stable=True).indices[:, :topk]
     chosen = s.gather(-1, ids)
     return ids, (chosen / (chosen.sum(-1, keepdim=True) + 1e-20)).bfloat16()
+
+
+def routed(
+    y: Tensor, w: Mapping[str, Tensor], remote: Mapping[str, Tensor], topk: int
+) -> tuple[Tensor, Tensor]:
+    """(ids, weights) of the router on y."""
+    logits = joined(mm32(y, w["router"]), remote, "logits")
+    return select(logits, w["router_bias"], topk)
+
+
+def moe(
+    y: Tensor, w: Mapping[str, Tensor], remote: Mapping[str, Tensor], how: tuple[Tensor, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, delta, what is sent to the other ranks: no columns on one rank). `how` = (table of quadruples, topk)."""
+    table, topk = how
+    ids, weights = routed(y, w, remote, topk)
+    latent = joined(F.linear(y, w["latent_down"]), remote, "latent")
+    f = experts(latent, ids, w, table)
+    part = (weights.float().unsqueeze(-1) * f.float()).sum(1).bfloat16()
+    z = reduced(part, remote, "moe")
+    u = F.linear(rms(z.float(), w["latent_norm"]), w["latent_up"])
+    shared = gated(y, w["shared_gate_up"], w["shared_down"])
+    local = u.shape[-1]
+    own = u + reduced(shared[:, :local], remote, "shared")
+    return ids, joined(own, remote, "delta"), shared[:, local:]
 
 
 def experts(latent: Tensor, ids: Tensor, w: Mapping[str, Tensor], table: Tensor) -> Tensor:

@@ -87,7 +87,9 @@ class Maker:
             (self.m, self.shape.sizes.hidden), dtype=torch.bfloat16, device=self.device
         )
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], t: Tile, **constants: Any) -> Launch:  # fmt: skip
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], t: Tile, **constants: Any
+    ) -> Launch:
         """`kernel` on `grid`; tensors, then compile-time constants by name."""
         options: dict[str, Any] = {"num_warps": t.warps, "num_stages": t.stages}
         if self.pdl:
@@ -249,9 +251,7 @@ class Maker:
         ends = Ends()
         if send is not None:
             ends = Ends("split", remote=layer.remote["shared"], send=send, own=own)
-        join = Ends(
-            "addend", addend=shared, tail=layer.remote.get("delta"), norm=w["latent_norm"]
-        )
+        join = Ends("addend", addend=shared, tail=layer.remote.get("delta"), norm=w["latent_norm"])
         return [
             self._front(layer, x, (logits, latent, hidden)),
             self._select(layer, logits, (ids, weights)),

@@ -43,8 +43,8 @@ def bf(x):
 
 @triton.jit
 def decode(words, NIBBLE: tl.constexpr):
-    """Code NIBBLE of eight in each int32, as float32 of 2^-126 of its value: sign, two exponent bits and one of mantissa
-    are moved to float32's places; the code for a half becomes a subnormal, exactly."""
+    """Code NIBBLE of eight in each int32, as float32 of 2^-126 of its value: sign, two exponent bits and one of
+    mantissa are moved to float32's places; the code for a half becomes a subnormal, exactly."""
     bits = ((words << (28 - 4 * NIBBLE)) >> 6) & -2118123520
     return tl.cast(bits, tl.float32, bitcast=True)
 

@@ -27,7 +27,7 @@ def kda_kernel(
     y, y_stride, f_b, conv, rate, dt_bias, o_norm, taps, states, slots, out, eps,
     HEADS: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y bf16 [M, q | k | v | g | f_a | b]; taps bf16 [slots, 3, 3 D], states f32 [slots, HEADS, V, K], both W wide a head;
+    """y bf16 [M, q | k | v | g | f_a | b]; taps bf16 [slots, 3, 3 D], states f32 [slots, HEADS, V, K], W wide;
     rate f32 = exp(A_log). out bf16 [M, D]; a slot <= 0 gets zeros and keeps its state. Grid (HEADS, M)."""
     h = tl.program_id(0)
     m = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""The core of absorbed MLA over the paged cache: query and insertion, split attention, the join with W_UV and the gate."""
+"""The core of absorbed MLA over the paged cache: query and insertion, split attention, the join with W_UV."""
 
 import triton
 import triton.language as tl
@@ -12,8 +12,8 @@ def query_kernel(
     HEADS: tl.constexpr, LORA_Q: tl.constexpr, LORA: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
     BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """query bf16 [M, HEADS, LORA + ROPE] = [bf(q_nope W_UK) | q_pe] from q bf16 [M, HEADS, NOPE + ROPE]; the last program
-    of a row inserts its cache row at mapping[m] (negative: not). Grid (HEADS * LORA / BC + 1, M)."""
+    """query bf16 [M, HEADS, LORA + ROPE] = [bf(q_nope W_UK) | q_pe] from q bf16 [M, HEADS, NOPE + ROPE]; the last
+    program of a row inserts its cache row at mapping[m] (negative: not). Grid (HEADS * LORA / BC + 1, M)."""
     pid = tl.program_id(0)
     m = tl.program_id(1)
     parts: tl.constexpr = LORA // BC
@@ -50,7 +50,7 @@ def attention_kernel(
     HEADS: tl.constexpr, HP: tl.constexpr, LORA: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     PAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """This split's share of the pages: sums f32 [M, SPLITS, HEADS, LORA] of exp(s - max) c, stats f32 [.., 2] = (max, sum).
+    """This split's share of the pages: sums f32 [M, SPLITS, HEADS, LORA] of exp(s - max) c, stats f32 [.., 2].
 
     A tile is one page; HP pads the heads. An empty share gives (-1e30, 0). Grid (SPLITS, M)."""
     split = tl.program_id(0)

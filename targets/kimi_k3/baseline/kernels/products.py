@@ -184,8 +184,8 @@ def front_kernel(
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROUTED: tl.constexpr,
     OWN: tl.constexpr, LATENT: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Everything that an FFN computes from y, in one launch: logits f32 [M, ROUTED]; the first OWN columns of the latent,
-    the rest copied from remote, in eight planes; hidden bf16 [M, SHARED] of the shared expert."""
+    """Everything that an FFN computes from y, in one launch: logits f32 [M, ROUTED]; the first OWN columns of the
+    latent, the rest copied from remote, in eight planes; hidden bf16 [M, SHARED] of the shared expert."""
     pid = tl.program_id(0)
     m = tl.arange(0, MP)
     a: tl.constexpr = (ROUTED + BN - 1) // BN

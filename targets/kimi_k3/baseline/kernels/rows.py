@@ -22,7 +22,7 @@ def attn_res_kernel(
     H: tl.constexpr, BLOCK: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, SOURCES: tl.constexpr,
     ROW: tl.constexpr, ADD: tl.constexpr, CLOSING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """P = bf(prefix + delta) with ADD, else prefix; stored, and to row ROW of the new bank rows if that is not negative.
+    """P = bf(prefix + delta) with ADD, else prefix; stored, and to row ROW of the new bank rows if it is >= 0.
 
     out = bf(RMS(m; norm)), m the mix of SOURCES bank rows (OLD earlier ones, then new ones) and P; CLOSING rounds m
     first. `mix` is f32 norm * proj. Grid (M).

@@ -1,0 +1,42 @@
+"""Baseline `compile`: the torch operations of `graph`, each piece of a layer through `torch.compile`, then one graph.
+
+Equal layers share a compiled piece. The mode autotunes matrix products but leaves CUDA graphs to the judge, who
+captures every baseline alike. It needs a GPU; KERNELGEN_COMPILE_MODE chooses another mode.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from targets.base import Workload
+from targets.kimi_k3.baseline.graph import Calls, TorchGraphBaseline
+from targets.reference import Tensors
+
+MODE = "max-autotune-no-cudagraphs"
+VARIANTS = 64
+"""Versions of one piece that may be kept: row counts, contexts and bank sizes differ between workloads."""
+
+
+class CompiledBaseline(TorchGraphBaseline):
+    name = "compile"
+
+    def prepare(self, w: Workload, tensors: Tensors) -> None:
+        """Raises RuntimeError without a GPU: compiled for the host it would be no baseline."""
+        if not next(iter(tensors.values())).is_cuda:
+            raise RuntimeError("torch.compile is timed on a GPU only")
+        self.calls = compiled(os.environ.get("KERNELGEN_COMPILE_MODE", MODE))
+        super().prepare(w, tensors)
+
+
+def compiled(mode: str) -> Calls:
+    """Every piece compiled, when it is first called, for the shapes that it meets."""
+    dynamo: Any = torch._dynamo
+    dynamo.config.recompile_limit = VARIANTS
+    eager = Calls()
+    return Calls(**{
+        f.name: torch.compile(getattr(eager, f.name), mode=mode, dynamic=False) for f in fields(Calls)
+    })  # fmt: skip
