@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import prompts
-from agent import diffs
+from agent import diffs, waterfall
 from agent.models.base import BadFormat, Prompt, Role, Schema
 from agent.models.pricing import CHARS_PER_TOKEN
 from agent.types import Direction, Proposal, Situation, Task, Tried
@@ -223,6 +223,7 @@ def profile(x: Tried) -> str:
         f"- {k['kernel']}: {k['calls']} launches, {k['us']:.1f} us, {k['share']:.0%} of the step"
         for k in x.verdict.profile.get("kernels", ())[:20]
     ]
+    lines += waterfall.lines(x.verdict.profile, layers=False)
     for w in x.verdict.timing.workloads if x.verdict.timing else ():
         lines.append(
             f"- {w.regime}: {w.us:.2f} us a step, {w.gb_per_s:.0f} GB/s, {w.launches} launches"

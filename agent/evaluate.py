@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from agent import search
+from agent import observe, search
 from agent.config import deadline
 from agent.models.base import StopRun, Unavailable
 from agent.outcome import Ending, Judged, best, end_step, ended, judged
@@ -124,6 +124,8 @@ def judge(state: CandidateState, deps: Deps) -> dict[str, Any]:
             deps.reporter.status(seq, "judging")
             job = judge_job(state, deps, compiled, deps.settings.tier)
             verdict, seconds, stop = _judge(deps, deps.judge, job)
+            verdict, more = _observe(deps, (seq, step), job, verdict, deps.judge)
+            seconds += more
             if stop and not seq:
                 raise StopRun(stop, f"the seed was not judged: {stop}")
             _seed_must_be_judged(seq, verdict.status, verdict.failure)
@@ -194,6 +196,26 @@ def _judge(deps: Deps, service: Judge, job: JudgeJob) -> tuple[Verdict, float, s
     raise AssertionError("unreachable")
 
 
+def _observe(
+    deps: Deps, version: tuple[int, int], job: JudgeJob, verdict: Verdict, service: Judge
+) -> tuple[Verdict, float]:
+    """The verdict with a timeline where the source marks phases, and the GPU seconds that took."""
+    proposal = read_json(deps.files.proposal(*version))
+    compile_ = compile_job(deps, proposal)
+    if verdict.status is not Status.PASSED or not observe.marks_phases(compile_.source):
+        return verdict, 0.0
+    deps.reporter.status(version[0], "looking inside")
+    before = float(verdict.seconds.get("held", 0.0))
+    try:
+        with deps.gpu, deps.ledger.reserve(Spent(gpu_seconds=0.0)) as use:
+            seen = observe.timeline(verdict, compile_, job, (deps.compiler, service))
+            seconds = float(seen.seconds.get("held", 0.0)) - before
+            use(Spent(gpu_seconds=seconds))
+    except StopRun:
+        return verdict, 0.0
+    return seen, seconds
+
+
 def confirm(state: CandidateState, deps: Deps) -> dict[str, Any]:
     """The candidate's last word. Raises Waiting."""
     seq = state["seq"]
@@ -233,6 +255,8 @@ def _confirm(state: CandidateState, deps: Deps, top: Judged) -> dict[str, Any]:
     service = deps.fresh_judge()
     try:
         verdict, seconds, stop = _judge(deps, service, job)
+        verdict, more = _observe(deps, (state["seq"], top.step), job, verdict, service)
+        seconds += more
     finally:
         service.close()
     row = {"verdict": deps.workspace.put_verdict(verdict), "gpu_seconds": seconds}

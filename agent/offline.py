@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agent import observe
 from agent import record as writer
 from agent.ids import new_run_id, now
 from agent.outcome import trust
@@ -66,10 +67,12 @@ def read(name: str, target: str, tunables: Mapping[str, Any]) -> File:
 
 
 def compile_file(services: Services, s: Setting, file: File) -> CompileOutcome:
+    return services.compiler.compile(_job(s, file))
+
+
+def _job(s: Setting, file: File) -> CompileJob:
     w = s.workload
-    return services.compiler.compile(
-        CompileJob(file.source, s.target, w.key, w.dims, w.buffers, s.arch, dict(file.tunables))
-    )
+    return CompileJob(file.source, s.target, w.key, w.dims, w.buffers, s.arch, dict(file.tunables))
 
 
 def judge_file(services: Services, s: Setting, file: File, incumbent: Path | None) -> Found:
@@ -82,7 +85,9 @@ def judge_file(services: Services, s: Setting, file: File, incumbent: Path | Non
         device=s.device, tier=s.tier, incumbent=incumbent, deadline_s=s.deadline_s,
         compile_isolation=outcome.isolation,
     )  # fmt: skip
-    return Found(file, outcome, services.judge.judge(job))
+    verdict = services.judge.judge(job)
+    pair = (services.compiler, services.judge)
+    return Found(file, outcome, observe.timeline(verdict, _job(s, file), job, pair))
 
 
 def options_json(options: Options) -> dict[str, Any]:

@@ -11,9 +11,14 @@ from typing import Any
 
 import click
 
+from agent import difference, waterfall
+from agent import trace as trace_file
 from agent.commands import common
+from agent.difference import Side
+from agent.profiles import profiled
 from agent.store import Queries, Store
 from agent.views import clean, columns, verdict_lines
+from sandbox.verdict import Verdict
 
 RUN_COLUMNS = {
     "seq": "candidate", "round": "round", "parent_seq": "parent", "result": "result", "us": "us a step",
@@ -27,15 +32,20 @@ RUN_COLUMNS = {
 @click.option("--source", "only", flag_value="source", help="The source alone.")
 @click.option("--diff", "only", flag_value="diff", help="The diff to the parent alone.")
 @click.option("--verdict", "only", flag_value="verdict", help="The last verdict alone, as JSON.")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
+              help="Write the timeline of a step to FILE, for ui.perfetto.dev or chrome://tracing.")  # fmt: skip
 @common.db_option
 @common.json_option
-def show(name: str, only: str | None, db: Path, as_json: bool) -> int:
+def show(name: str, only: str | None, trace: Path | None, db: Path, as_json: bool) -> int:
     """Show a run (its id, a unique part of it, or `last`) or a candidate (RUN-NUMBER).
+
+    Of a candidate: verdict, waterfall of a step, what differs from its parent, and the diff.
 
     \b
     Examples:
       kernelgen show last
       kernelgen show last-3 --diff
+      kernelgen show last-3 --trace step.json
       kernelgen show 01JD3V-0 --source > seed.py
     """
     if not db.exists():
@@ -44,8 +54,11 @@ def show(name: str, only: str | None, db: Path, as_json: bool) -> int:
     queries = Queries(Store(place.db), place.workspace)
     head, dash, tail = name.rpartition("-")
     if dash and tail.isdigit():
+        if trace is not None:
+            return _trace(queries, queries.candidate(name), trace)
         return _candidate(queries, queries.candidate(name), only, as_json)
-    if only:
+    if only or trace:
+        only = only or "trace"
         raise common.Usage(f"--{only} needs a candidate: RUN-NUMBER")
     return _run(queries, queries.run(name), as_json)
 
@@ -87,13 +100,16 @@ def _candidate(queries: Queries, row: dict[str, Any], only: str | None, as_json:
     diff = _diff(queries, row, source)
     verdict = queries.workspace.verdict(row["blob"]) if row["blob"] else None
     name = f"{row['run']}-{row['seq']}"
+    seen = profiled(queries, row)
+    changed = _difference(queries, row, source, seen)
     data = {
         "candidate": name, **{k: row[k] for k in ("round", "status", "outcome", "direction", "note",
         "predicted_gain", "artifact", "proposer", "duplicate_of", "created")},
         "parent": None if row["parent_seq"] is None else f"{row['run']}-{row['parent_seq']}",
         "promoted": bool(row["promoted"]), "tunables": json.loads(row["tunables"] or "{}"),
         "source": source, "diff": diff, "verdict": verdict.to_json() if verdict else None,
-        "verdicts": queries.verdicts(row["id"]),
+        "verdicts": queries.verdicts(row["id"]), "waterfall": waterfall.of(seen.profile) if seen else None,
+        "difference": changed,
     }  # fmt: skip
     if only and not as_json:
         shown = json.dumps(data["verdict"], indent=1) if only == "verdict" else data[only]
@@ -110,9 +126,34 @@ def _candidate(queries: Queries, row: dict[str, Any], only: str | None, as_json:
     if row["duplicate_of"] is not None:
         lines.append(f"the same machine work as candidate {row['duplicate_of']}: not judged again")
     lines += verdict_lines("verdict", verdict) if verdict else ["no verdict"]
+    if seen is not None:
+        lines += [clean(x) for x in waterfall.lines(seen.profile)]
+    if changed:
+        lines += ["against the parent:", *(f"  {clean(x)}" for x in changed)]
     lines += ["", clean(diff or source)]
     common.emit(as_json, data, "\n".join(lines))
     return 0
+
+
+def _trace(queries: Queries, row: dict[str, Any], file: Path) -> int:
+    seen = profiled(queries, row)
+    name = f"{row['run']}-{row['seq']}"
+    made = trace_file.chrome(seen.profile, name) if seen else None
+    if made is None:
+        raise common.Usage(f"candidate {name} has no timeline: it did not pass, or its device has no clock")
+    file.write_text(json.dumps(made))
+    click.echo(f"{file}: {len(made['traceEvents'])} events ({made['otherData']['times']})")
+    return 0
+
+
+def _difference(
+    queries: Queries, row: dict[str, Any], source: str, seen: Verdict | None
+) -> list[str]:
+    if row["parent_seq"] is None:
+        return []
+    parent = queries.candidate(f"{row['run']}-{row['parent_seq']}")
+    before = Side(queries.workspace.text(parent["source"]), profiled(queries, parent))
+    return difference.lines(before, Side(source, seen))
 
 
 def _diff(queries: Queries, row: dict[str, Any], source: str) -> str:

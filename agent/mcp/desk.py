@@ -7,11 +7,13 @@ whichever process works on the run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from agent import difference, profiles
 from agent.config import RunSettings
+from agent.difference import Side
 from agent.mcp import reports
 from agent.mcp.shapes import Best, Report
 from agent.runner import load_settings, task_of
@@ -21,7 +23,7 @@ from agent.store.queries import NotFound
 from agent.summary import STOPS
 from agent.types import Task
 from agent.workspace import Place, RunFiles, read_json
-from sandbox.verdict import Status, Verdict
+from sandbox.verdict import Verdict
 from targets.base import find
 
 ENDED = ("done", "review", "spent")
@@ -84,21 +86,26 @@ def report_of(desk: Desk, row: Mapping[str, Any]) -> Report | None:
         above = row_of(desk, row["parent_seq"])
         parent = profiled(desk, above) if above["blob"] else None
     verdict = desk.queries.workspace.verdict(row["blob"])
-    return reports.report(row, verdict, profiled(desk, row), parent)
+    made = reports.report(row, verdict, profiled(desk, row), parent)
+    return (
+        made if parent is None else replace(made, difference=_difference(desk, row, above, parent))
+    )
+
+
+def _difference(
+    desk: Desk, row: Mapping[str, Any], above: Mapping[str, Any], parent: Verdict
+) -> list[str]:
+    text = desk.queries.workspace.text
+    return difference.lines(
+        Side(text(above["source"]), parent), Side(text(row["source"]), profiled(desk, row))
+    )
 
 
 def profiled(desk: Desk, row: Mapping[str, Any]) -> Verdict:
-    """The candidate's last verdict with times by kernel, else its last one."""
-    workspace = desk.queries.workspace
-    last = workspace.verdict(row["blob"])
-    if last.status is not Status.PASSED:
-        return last
-    for earlier in reversed(desk.queries.verdicts(row["id"])):
-        if earlier["artifact"] == row["artifact"]:
-            verdict = workspace.verdict(earlier["blob"])
-            if verdict.profile.get("kernels"):
-                return verdict
-    return last
+    """The verdict that holds the candidate's profile, of one that has a verdict."""
+    found = profiles.profiled(desk.queries, row)
+    assert found is not None
+    return found
 
 
 def recorded(desk: Desk, run: Mapping[str, Any], seq: int) -> dict[str, Any] | None:

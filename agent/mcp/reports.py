@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent import diffs, search
+from agent import diffs, search, waterfall
 from agent.mcp.shapes import (
     Change,
     Comparison,
@@ -56,6 +56,7 @@ def report(row: Row, v: Verdict, profiled: Verdict, parent: Verdict | None) -> R
             for r in v.resources[:MOST_ROWS]
         ],
         findings=[problem(f) for f in v.findings[:MOST_ROWS]], not_verified=list(v.not_verified),
+        waterfall=waterfall.lines(profiled.profile), difference=[],
     )  # fmt: skip
 
 

@@ -60,7 +60,10 @@ class WrongTensor:
 
 @dataclass(frozen=True)
 class Report:
-    """A candidate's verdict. `kind` is `measured` or `modelled`; nothing but `passed` has times."""
+    """A candidate's verdict. `kind` is `measured` or `modelled`; nothing but `passed` has times. `waterfall`: where a
+    step's time goes, parts that add up, and the three largest losses; `difference`: every number that differs from
+    the parent's, and the changed places of the source.
+    """
 
     candidate: int
     parent: int | None
@@ -86,6 +89,8 @@ class Report:
     resources: list[Resources]
     findings: list[Problem]
     not_verified: list[str]
+    waterfall: list[str]
+    difference: list[str]
 
 
 @dataclass(frozen=True)

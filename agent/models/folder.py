@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from agent import difference, waterfall
 from agent.book import describe, folded
+from agent.difference import Side
 from agent.types import Situation, Task, Tried
 from agent.workspace import Workspace, write_bytes, write_json
 
@@ -27,7 +29,7 @@ def write_folder(folder: Path, s: Situation, workspace: Workspace, guide: str) -
     write_json(folder / "signature.json", _signature(s.task))
     write_bytes(folder / "guide.md", guide.encode())
     write_bytes(folder / "best.py", s.incumbent_source.encode())
-    write_bytes(folder / "feedback.md", _feedback(s).encode())
+    write_bytes(folder / "feedback.md", _feedback(s, workspace).encode())
     for t in s.history:
         source = folder / "history" / f"{t.seq}.py"
         if not source.exists():
@@ -81,7 +83,7 @@ appears in `feedback.md` and `history/`.
 """
 
 
-def _feedback(s: Situation) -> str:
+def _feedback(s: Situation, workspace: Workspace) -> str:
     rows = [_row(t) for t in s.history[-SHOWN_HISTORY:]]
     last = s.history[-1] if s.history else None
     parts = [
@@ -91,7 +93,7 @@ def _feedback(s: Situation) -> str:
         "|---|---|---|---|---|---|---|\n" + "\n".join(rows),
     ]
     if last is not None:
-        parts.append(_detail(last))
+        parts.append(_detail(last, _changed(last, s, workspace)))
     if s.lessons:
         parts.append("## Lessons\n\n" + "\n".join(f"- {x}" for x in s.lessons))
     return "\n\n".join(parts) + "\n"
@@ -105,7 +107,7 @@ def _row(t: Tried) -> str:
     )
 
 
-def _detail(t: Tried) -> str:
+def _detail(t: Tried, changed: list[str]) -> str:
     v = t.verdict
     lines = [f"## Candidate {t.seq}: {v.status}{f', {v.outcome}' if v.outcome else ''}"]
     if v.failure is not None:
@@ -122,7 +124,21 @@ def _detail(t: Tried) -> str:
         lines.append(f"- {w.launches} launches, {w.us:.2f} us, {w.gb_per_s:.0f} GB/s")
     for f in v.findings:
         lines.append(f"- finding `{f.rule}`: {f.message[:LONGEST_MESSAGE]}")
+    fall = waterfall.lines(v.profile)
+    if fall:
+        lines.append("\nWhere a step's time goes:\n\n```\n" + "\n".join(fall).replace("```", "'''") + "\n```")
+    if changed:
+        lines.append("\nAgainst the parent:\n\n" + "\n".join(f"- {x}" for x in changed))
     return "\n".join(lines)
+
+
+def _changed(t: Tried, s: Situation, workspace: Workspace) -> list[str]:
+    """What differs from the parent, with the places of the source that do."""
+    parent = next((x for x in s.history if x.seq == t.parent), None)
+    if parent is None:
+        return []
+    before = Side(workspace.text(parent.source), parent.verdict)
+    return difference.lines(before, Side(workspace.text(t.source), t.verdict))
 
 
 def _time(t: Tried) -> str:
