@@ -79,9 +79,7 @@ def _modelled(rig: Rig) -> dict[str, Any]:
     rows, shares = [], []
     for n, (x, m) in enumerate(zip(rig.artifact.step.launches, made, strict=True)):
         name = short_name(x.kernel)
-        more = {
-            k: m[k] for k in ("parts", "bound", "bytes", "l2_bytes", "shared_bytes", "instructions")
-        }
+        more = {k: v for k, v in m.items() if k not in ("kernel", "us", "opcodes")}
         more |= code.occupancy(x, None, facts.sms)
         share = Share(n, n, name, round(m["us"], 3), x.grid, x.block, x.smem, None, more)
         shares.append(share)
