@@ -24,7 +24,15 @@ KDA on x, D = heads * 128, slots[m] the state slot of row m:
     d_v = beta (v_v - sum_k S[v,k] kn_k);  S[v,k] <- S[v,k] + d_v kn_k;  o_v = sum_k S[v,k] qn_k
     out = bf(RMS(o; o_norm) sg(g))       o_norm [128] shared by the heads
   a = reduce(bf(out o_proj^T), remote attn)
-  u and o may be rounded to BF16 or kept. slots[m] <= 0: out = 0 and no state is read or written."""
+  u and o may be rounded to BF16 or kept. slots[m] <= 0: out = 0 and no state is read or written.
+  With q > 1 tokens a request (rows b q + t), slots [B, q] and inputs accepted [B]: request b walks its tokens from
+  S[slots[b, accepted - 1]]; after token t, S goes to S[slots[b, t]] unless that id is <= 0; conv[slots[b, 0]] has q + 2
+  taps, those before token 0 are taps accepted - 1, accepted, accepted + 1, and it becomes taps accepted, accepted + 1,
+  y_0 .. y_{q-1}. A request whose first-named slot is <= 0 gives q rows of zeros and touches nothing."""
+
+GLM_KDA = """\
+Here the output gate has low rank: rows of in_proj are q D | k D | v D | b heads | f_a 128 | g_a 128 | padding, and
+g = bf(g_a g_b^T)."""
 
 MLA = """\
 MLA on x, cache kv [page, row, c | k_pe], one latent head, no RoPE:
@@ -32,7 +40,10 @@ MLA on x, cache kv [page, row, c | k_pe], one latent head, no RoPE:
   Q = bf(qn q_b^T), per head nope | pe;  ql = bf(Q_nope w_uk[h]);  insert [c | k_pe] at flat row slot_mapping[m]
   (negative: do not insert);  s_t = (qk_nope + qk_rope)^-0.5 (ql . c_t + Q_pe . k_pe_t), t < lengths[m], pages from
   block_table[m];  p = softmax(s);  lat = bf(sum_t p_t c_t);  v = bf(w_uv[h] lat);  y = bf(v sg(gate))
-  a = reduce(bf(y o_proj^T), remote attn). The inserted row is visible to its own query. lengths[m] = 0: y = 0."""
+  a = reduce(bf(y o_proj^T), remote attn). The inserted row is visible to its own query. lengths[m] = 0: y = 0.
+  With q > 1, lengths and block_table are per request, with its q new tokens: row t sees lengths - q + 1 + t tokens.
+  fp8 cache: E4M3, saturating: [c | k_pe] / k_scale is stored, [ql | Q_pe] / q_scale is the query, the score takes the
+  factor q_scale k_scale and lat k_scale (before it is rounded)."""
 
 ROUTER = """\
 Router: logit = y router^T, FP32, never rounded;  s = sg(logit);  z = s + router_bias. Take the topk largest z; equal z:
@@ -48,7 +59,9 @@ Routed FFN on y (latent_sharded: latent_down has latent / ranks rows and the res
   Sh = reduce(sp[:, :hidden_local], remote shared);  outputs.send shared = sp[:, hidden_local:]
   delta = gather(bf(U + Sh), remote delta)
 MXFP4: byte j of a row holds columns 2j (low nibble) and 2j + 1; code bit 3 is the sign, bits 2..0 index
-{0, 0.5, 1, 1.5, 2, 3, 4, 6}; a scale byte b covers 32 columns and means 2^(b - 127). All values are exact in BF16."""
+{0, 0.5, 1, 1.5, 2, 3, 4, 6}; a scale byte b covers 32 columns and means 2^(b - 127). All values are exact in BF16.
+NVFP4 (experts = nvfp4): the same codes, E4M3 scales of 16 columns, and g, u and f take the f32 factors w1_factor[e],
+w3_factor[e], w2_factor[e] of the expert, f before it is rounded."""
 
 DENSE = """\
 Dense FFN (layer 0): G | H = bf(y dense_gate_up^T);  delta = reduce(bf(bf(SiTU(G, H)) dense_down^T), remote dense)."""
@@ -61,7 +74,8 @@ Stack: P = inputs.x0; delta = inputs.delta if first > 0. Layer N of the run is i
   y = AttnRes(..., P; mlp_res_norm, mlp_res_proj, mlp_norm);  delta = FFN(y), added by the next layer
 End: P <- bf(P + delta);  m mixed from all bank_rows rows and P with out_res_norm, out_res_proj;
 out = bf(RMS(bf(m); out_norm)).
-Bank rows below bank_old are inputs.bank; row r >= bank_old is outputs.bank[:, r - bank_old]."""
+Bank rows below bank_old are inputs.bank; row r >= bank_old is outputs.bank[:, r - bank_old].
+With dims.taps = "1,4": outputs.taps[j] = P on entry of the j-th layer i of that list, after P <- bf(P + delta)."""
 
 CHAIN = """\
 Chain: x_0 = inputs.x.0, x_i = bf(inputs.x.i + y_{i-1}); instance i uses weights.layers[i], writes outputs.y[i]."""
@@ -85,6 +99,7 @@ _PIECES = {
 }
 
 
-def brief(part: str) -> str:
+def brief(part: str, family: str = "kimi-k3") -> str:
     """What one step computes, a few dozen lines."""
-    return "\n\n".join((RULES, *_PIECES[part]))
+    more = () if family == "kimi-k3" else (GLM_KDA,)
+    return "\n\n".join((RULES, *_PIECES[part], *more))

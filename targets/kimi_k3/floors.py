@@ -79,9 +79,9 @@ def floor(
     """Floor of a step over `counts` = (KDA, MLA) layers. `distinct`: experts read per MoE layer; None = expected."""
     kda_layers, mla_layers = counts
     moe_layers = sum(1 for b in buffers if b.name.endswith(".w1"))
-    if distinct is None:
+    if distinct is None and moe_layers:
         distinct = [expected_distinct(p.sizes.experts, p.sizes.topk, p.rows)] * moe_layers
-    routed = round(sum(distinct) * expert_bytes(p)) if moe_layers else 0
+    routed = round(sum(distinct) * expert_bytes(p)) if distinct else 0
     read, written = state_bytes(p, kda_layers, mla_layers, p.context)
     read += dense_weight_bytes(buffers) + routed + traffic(buffers, "inputs.remote.")
     written += traffic(buffers, "outputs.send.")

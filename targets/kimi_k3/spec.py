@@ -36,6 +36,8 @@ The pieces are chains of `layers` instances i = 0.. (default 12, tiny 3), each w
     kimi-k3-router      x_i = inputs.x.i, instances independent: outputs.ids, outputs.weights bf16 [instances, M, topk]
     kimi-k3-attn-res    chained through the prefix, below
 
+    glm-5.3-flash-kda   likewise of GLM-5.3-Flash: in_proj rows q | k | v | b | f_a | g_a, g = bf(g_a g_b^T)
+
 with x_i = bf(inputs.x.i + y_{i-1}), x_0 = inputs.x.0, and y_i = outputs.y.i, all bf16 [M, hidden]. AttnRes: P starts as
 inputs.x0; instance i does P <- bf(P + inputs.delta.i), writes P to row i of outputs.bank [M, bank_rows, hidden] when
 i < bank_rows, and mixes bank rows 0..n-1 and P, n = min(i, bank_rows), with weights.layers.i.{res_norm, res_proj,
@@ -54,21 +56,22 @@ from targets.kimi_k3.baseline import BASELINES
 from targets.kimi_k3.brief import brief as equations
 from targets.kimi_k3.layout import BUILD
 from targets.kimi_k3.options import counts, dims, resolve
-from targets.kimi_k3.sizes import PRESETS
+from targets.kimi_k3.sizes import FAMILIES, PRESETS
 
 
 @dataclass(frozen=True)
 class KimiTarget:
-    """One of the seven. `part` is `decode` or the piece's name; the reference looks at nothing else."""
+    """One of the targets. `part` is `decode` or the piece's name; `family` the model whose sizes it has."""
 
     part: str
     summary: str
     presets: tuple[str, ...] = tuple(PRESETS)
+    family: str = "kimi-k3"
     reference: str = "targets.kimi_k3.reference:KimiReference"
 
     @property
     def name(self) -> str:
-        return f"kimi-k3-{self.part}"
+        return f"{self.family}-{self.part}"
 
     @property
     def baselines(self) -> Mapping[str, str]:
@@ -78,7 +81,7 @@ class KimiTarget:
     @property
     def brief(self) -> str:
         """The equations of one step, as text for prompts."""
-        return equations(self.part)
+        return equations(self.part, self.family)
 
     def seed_source(self) -> str:
         return seeds.source(self.name)
@@ -109,7 +112,15 @@ _SUMMARIES = {
     "latent-moe": "chain of latent MoE layers with MXFP4 experts",
     "gemv": "chain of square bf16 matrix-vector products",
 }
-TARGETS = {f"kimi-k3-{part}": KimiTarget(part, summary) for part, summary in _SUMMARIES.items()}
+_GLM = KimiTarget(
+    "kda",
+    "chain of GLM-5.3-Flash KDA layers: a low-rank output gate, else as in Kimi K3",
+    tuple(FAMILIES["glm-5.3-flash"]),
+    "glm-5.3-flash",
+)
+TARGETS = {
+    t.name: t for t in (*(KimiTarget(part, text) for part, text in _SUMMARIES.items()), _GLM)
+}
 
 
 def _get(name: str) -> KimiTarget:

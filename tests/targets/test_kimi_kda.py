@@ -33,6 +33,9 @@ def parallel_kda(x: Tensor, w: Tensors, heads: int, dim: int) -> tuple[Tensor, T
         y[:, 4 * d : 4 * d + 128],
         y[:, 4 * d + 128 :][:, :heads],
     )
+    if "g_b" in w:
+        b, f_a = y[:, 3 * d :][:, :heads], y[:, 3 * d + heads :][:, :128]
+        g = rounded(y[:, 3 * d + heads + 128 :][:, :128] @ w["g_b"].double().T)
     padded = F.pad(qkv.T[None], (3, 0))
     u = F.silu(F.conv1d(padded, w["conv"].double()[:, None], groups=3 * d)[0].T)
     q, k, v = u.reshape(-1, 3, heads, dim).unbind(1)

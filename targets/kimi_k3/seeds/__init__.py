@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from targets.kimi_k3.options import split
+
 _PACKAGE = "targets.kimi_k3.seeds"
 _CANDIDATE = {"TUNABLES", "workspace", "constants", "prepare", "step"}
 """What makes a module a candidate: taken from the target's own module, left out of those it builds on."""
@@ -28,10 +30,11 @@ class _Definition:
 
 
 def source(target_name: str) -> str:
-    """The seed of `kimi-k3-<part>` as one file. Raises ValueError for a target without a seed."""
-    part = target_name.removeprefix("kimi-k3-").replace("-", "_")
+    """The seed of `<family>-<part>` as one file. Raises ValueError for a target without a seed."""
+    family, part = split(target_name)
+    part = part.replace("-", "_")
     known = part.isidentifier() and part != "common" and _path(part).is_file()
-    if not target_name.startswith("kimi-k3-") or not known:
+    if not target_name.startswith(f"{family}-") or not known:
         raise ValueError(f"no seed for {target_name!r}")
     trees = {module: ast.parse(_path(module).read_text()) for module in _order(part)}
     found = [

@@ -87,7 +87,7 @@ def attention(n, t, cfg: cutlass.Constexpr, stream):
             w = pick_member(t.weights.layers, d.attn, "K", n, KDA_WEIGHTS)
             s = pick_member(t.states.layers, d.attn, "K", n, KDA_STATES)
             gemv(space.x, w.in_proj, space.kda_proj, Extra(), cfg, stream)
-            kda_core(w, s, t.inputs.slots, space, cfg, stream)
+            kda_core(w, s, t.inputs, space, cfg, stream)
             gemv(space.kda_out, w.o_proj, space.attn, extra, cfg, stream)
     if cutlass.const_expr("M" in d.attn):
         if bit(mask(d.attn, "M"), n, d.layers) == 1:

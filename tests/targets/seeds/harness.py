@@ -43,10 +43,11 @@ class Case:
     steps: int = 1
     extra: Mapping[str, Scalar] = field(default_factory=dict)
     tunables: Mapping[str, Any] = field(default_factory=dict)
+    family: str = "kimi-k3"
 
     @property
     def target(self) -> str:
-        return f"kimi-k3-{self.part}"
+        return f"{self.family}-{self.part}"
 
     def workload(self) -> Workload:
         options = Options(self.preset, self.layers, self.rows, extra=self.extra)

@@ -50,6 +50,23 @@ def test_other_ranks_slices_and_more_rows(compiler: CompileClient, case: Case) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "case",
+    [
+        Case("kda", 8, layers=1, extra={"q": 4}, steps=2),
+        Case("kda", 8, layers=1, extra={"q": 8}, disturb="null_store", tunables={"pdl": True}),
+        Case("kda", 8, layers=1, extra={"q": 4}, disturb="null_request"),
+        Case("kda", 2, layers=2, steps=2, family="glm-5.3-flash"),
+    ],
+    ids=lambda c: f"{c.family}-{c.part}-{c.rows}-{dict(c.extra)}-{c.disturb}",
+)
+def test_several_tokens_a_request_and_the_low_rank_gate(
+    compiler: CompileClient, case: Case
+) -> None:
+    verify(compiler, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("part", "tunables"),
     [
         ("gemv", {"gemv_warps": 4, "gemv_tile": 4, "gemv_unroll": 2, "fuse_add": False}),
