@@ -9,7 +9,11 @@ import ast
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_PARTS = ("plan", "fields", "device", "mix", "kda", "moe", "mla", "decode")
+_PARTS = {
+    "decode": ("plan", "fields", "device", "setup", "mix", "kda", "moe", "mla", "decode"),
+    "latent-moe": ("plan", "fields", "device", "setup", "moe", "chain", "moe_chain"),
+    "kda": ("plan", "fields", "device", "setup", "kda", "chain", "kda_chain"),
+}
 _SHARED = {
     "common": None,
     "router": {"order_key"},
@@ -20,18 +24,19 @@ _SHARED = {
 _ENTRY = {"TUNABLES", "workspace", "constants", "prepare", "step"}
 
 
-def source() -> str:
-    """The candidate. Definitions are taken as written, with the comments above them."""
+def source(part: str = "decode") -> str:
+    """The candidate of `kimi-k3-<part>`. Definitions are taken as written, with the comments above them."""
+    names = _PARTS[part]
     files = [(_HERE.parent / f"{name}.py", only) for name, only in _SHARED.items()]
-    files += [(_HERE / f"{name}.py", None) for name in _PARTS]
+    files += [(_HERE / f"{name}.py", None) for name in names]
     imports: set[str] = set()
     sections: list[str] = []
     for path, only in files:
         tree = ast.parse(path.read_text())
         imports |= {ast.unparse(n) for n in tree.body if _outside(n)}
-        last = path.stem == _PARTS[-1]
+        last = path.stem == names[-1]
         sections.append(_section(path, tree, only, last))
-    doc = ast.get_docstring(ast.parse((_HERE / f"{_PARTS[-1]}.py").read_text()), clean=False)
+    doc = ast.get_docstring(ast.parse((_HERE / f"{names[-1]}.py").read_text()), clean=False)
     return "\n\n".join([f'"""{doc}"""', "\n".join(sorted(imports)), *sections]) + "\n"
 
 

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
-from targets.kimi_k3.seeds.common import add_bf16x2, round_bf16, smem
+from targets.kimi_k3.seeds.common import add_bf16x2, round_bf16
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
     arrive,
@@ -20,6 +20,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     field,
     fill,
     gathered,
+    leave,
     vector,
     wait,
     words_at,
@@ -33,11 +34,12 @@ from targets.kimi_k3.seeds.persistent.fields import (
     layer_tensors,
     vectors,
 )
-from targets.kimi_k3.seeds.persistent.kda import gated, load_early, place, update
+from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda, out_projection
 from targets.kimi_k3.seeds.persistent.mix import Banks, early, late
 from targets.kimi_k3.seeds.persistent.mla import MlaSpace, cache_of, fill_mla, mla
 from targets.kimi_k3.seeds.persistent.moe import Space, dense, fill_dense, fill_moe, load_x, moe
-from targets.kimi_k3.seeds.persistent.plan import STRIDE, Op, share
+from targets.kimi_k3.seeds.persistent.plan import Op, share
+from targets.kimi_k3.seeds.persistent.setup import open_cta
 
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
@@ -45,6 +47,7 @@ TUNABLES = {
     "consumer_warps": (14, 7),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "spin_limit": (0, 200000, 2000000),
+    "expert_pairs": (4, 1, 2),
 }
 
 
@@ -100,13 +103,7 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
         what = Int32(field(c, layer, F["kind"], COUNT))
         if cutlass.const_expr("K" in d.attn):
             if what & IS_MLA == 0:
-                first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
-                source = field(c, layer, F["in_proj"], COUNT) + Int64(first) * op.wide.row_bytes
-                it = fill(c, it, source, n, op.wide, op)
-                g = op.rows(d.kda_dim)
-                first, n = share(d.hidden, c.cta, op.ctas)
-                source = field(c, layer, F["o_proj"], COUNT) + Int64(first) * g.row_bytes
-                it = fill(c, it, source, n, g, op)
+                it = fill_kda(c, layer, it, op)
         if cutlass.const_expr("M" in d.attn):
             if what & IS_MLA != 0:
                 it = fill_mla(c, layer, it, cache_of(io.lengths, io.table, io.mapping, op), op)
@@ -117,66 +114,6 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
             if what & IS_DENSE == 0:
                 it = fill_moe(c, layer, it, routed, op)
                 routed += 1
-
-
-@cute.jit
-def kda(
-    c: Ctx,
-    layer: Int32,
-    it: Int32,
-    edge: Int32,
-    rX: cute.Tensor,
-    io: Io,
-    ws: Space,
-    op: cutlass.Constexpr,
-):
-    """ws.attn = a of a KDA layer, complete at the next edge."""
-    d = op.d
-    p = place(c, io.slots, op)
-    first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
-    it = drain(c, it, n, Int32(0), rX, op.wide, op)
-    consumers(op)
-    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        ws.proj[first + i] = gathered(c, i, op.wide.width).to(BFloat16)
-    state = load_early(c, layer, p, op)
-    arrive(c, op)
-    edge += 1
-    wait(c, edge, op)
-    update(c, layer, p, state, ws.proj, ws.o, op)
-    arrive(c, op)
-    edge += 1
-    wait(c, edge, op)
-    g = op.rows(d.kda_dim)
-    rO = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    gated(c, layer, p.slot, ws.proj, ws.o, rO, op)
-    it = out_projection(c, layer, it, rO, ws, g, op)
-    return it, edge
-
-
-@cute.jit
-def out_projection(
-    c: Ctx,
-    layer: Int32,
-    it: Int32,
-    rO: cute.Tensor,
-    ws: Space,
-    g: cutlass.Constexpr,
-    op: cutlass.Constexpr,
-):
-    """ws.attn = bf(bf(x W_o^T) + the others' partials) of this CTA's rows."""
-    d = op.d
-    first, n = share(d.hidden, c.cta, op.ctas)
-    it = drain(c, it, n, Int32(0), rO, g, op)
-    consumers(op)
-    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        y = gathered(c, i, g.width)
-        if cutlass.const_expr(d.ranks > 1):
-            y = (
-                round_bf16(y)
-                + at(Float32, field(c, layer, F["remote_attn"], COUNT), d.hidden)[first + i]
-            )
-        ws.attn[first + i] = y.to(BFloat16)
-    return it
 
 
 @cute.jit
@@ -252,7 +189,7 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
         late(c, rP, first, sources, False, rX, op)
         if cutlass.const_expr("K" in d.attn):
             if what & IS_MLA == 0:
-                it, edge = kda(c, layer, it, edge, rX, io, ws, op)
+                it, edge = kda(c, layer, it, edge, rX, io.slots, ws, op)
         if cutlass.const_expr("M" in d.attn):
             if what & IS_MLA != 0:
                 cache = cache_of(io.lengths, io.table, io.mapping, op)
@@ -285,7 +222,7 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
         if cutlass.const_expr("E" in d.ffn):
             if what & IS_DENSE == 0:
                 mIds = at(Int32, io.ids.iterator.toint() + Int64(routed * d.topk * 4), d.topk)
-                it, edge = moe(c, layer, it, edge, rX, ws, mIds, op)
+                it, edge = moe(c, layer, routed, (it, edge), rX, ws, mIds, op)
                 routed += 1
         arrive(c, op)
     last = early(
@@ -298,9 +235,7 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
     store_wide(c, rP, io.prefix.iterator.toint(), op)
     late(c, rP, last, Int32(d.bank_rows), True, rX, op)
     store_wide(c, rX, io.out.iterator.toint(), op)
-    if c.tid == 0 and c.cta == 0:
-        state = cute.make_tensor(c.sync, cute.make_layout((64,)))
-        state[32] = c.base + edge * op.ctas
+    leave(c, edge, routed, op)
 
 
 @cute.kernel
@@ -313,38 +248,9 @@ def decode_kernel(
     op: cutlass.Constexpr,
 ):
     """Grid (ctas), cooperative; op.warps consumer warps and one producer warp."""
-    tid, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
-    warp = cute.arch.make_warp_uniform(tid // 32)
-    d = op.d
-    ring = cute.make_tensor(
-        cutlass.memory.SmemAllocator().allocate_tensor(
-            Uint32, cute.make_layout((op.stages * op.stage // 4,)), byte_alignment=128
-        ).iterator,
-        cute.make_layout((op.stages * op.stage // 4,)),
-    )  # fmt: skip
-    bars = smem(Int64, (2 * op.stages + 1,), (1,)).iterator
-    c = Ctx(
-        tid, warp, tid % 32, cta, ring, bars, bars + op.stages, bars + 2 * op.stages,
-        smem(Float32, (op.part_rows * STRIDE,), (1,)), smem(Float32, ((2 * d.bank_rows + 4) * STRIDE,), (1,)),
-        smem(Int64, (d.layers * COUNT,), (1,)), smem(Int32, (d.topk,), (1,)), smem(Float32, (d.topk,), (1,)),
-        smem(Float32, (-(-d.hidden_local // op.ctas),), (1,)), smem(Uint32, (op.pool // 4,), (1,)),
-        mSync.iterator, mSync[32],
-    )  # fmt: skip
-    if tid == 0:
-        for s in cutlass.range_constexpr(op.stages):
-            cute.arch.mbarrier_init(c.full + s, 1)
-            cute.arch.mbarrier_init(c.empty + s, op.warps)
-        cute.arch.mbarrier_init(c.routed, 1)
-    for n in cutlass.range_constexpr(d.layers):
-        if tid == 32 * (n % op.warps):
-            for i in cutlass.range_constexpr(len(names[n])):
-                c.tab[n * COUNT + F[names[n][i]]] = layers[n][i].iterator.toint()
-            c.tab[n * COUNT + F["kind"]] = Int64(kind(d, n))
-    cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
-    if warp == op.warps:
-        if tid % 32 == 0:
+    c = open_cta(layers, mSync, names, tuple(kind(op.d, n) for n in range(op.d.layers)), op)
+    if c.warp == op.warps:
+        if c.lane == 0:
             produce(c, io, op)
     else:
         consume(c, io, ws, op)
@@ -355,7 +261,8 @@ def shape(dims, cfg):
         raise ValueError("the persistent kernel is for one row")
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     return Op(
-        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.stage_bytes, cfg.ring_stages, cfg.spin_limit
+        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.stage_bytes, cfg.ring_stages, cfg.spin_limit,
+        cfg.expert_pairs,
     )
 
 

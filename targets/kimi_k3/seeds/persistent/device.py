@@ -16,7 +16,8 @@ class Ctx(NamedTuple):
     """Where a thread is, and the shared memory of its CTA.
 
     ring: stages of weights (words); full, empty: mbarriers, one each a stage; routed: mbarrier, the ids are known;
-    part, red: sums of warps; tab: addresses by layer and field; sync: counter and base of the edges (global).
+    part, red: sums of warps; tab: addresses by layer and field; sync: counters of the edges (global), a line each:
+    ALL at 0, ROUTE at 32, the record of a spin that gave up at 64, what the counters were at the launch from 96.
     """
 
     tid: Any
@@ -38,6 +39,10 @@ class Ctx(NamedTuple):
     base: Any
 
 
+ALL, ROUTE = 0, 32
+"""Lines of the counters: edges that every CTA waits for in turn; the router's edge, which is waited for later."""
+
+
 @cute.jit
 def consumers(op: cutlass.Constexpr):
     """Barrier of the consumer warps."""
@@ -45,36 +50,46 @@ def consumers(op: cutlass.Constexpr):
 
 
 @cute.jit
-def arrive(c: Ctx, op: cutlass.Constexpr):
+def arrive(c: Ctx, op: cutlass.Constexpr, line: cutlass.Constexpr = ALL):
     """All that this CTA's consumers wrote is visible to who waits for this edge."""
     consumers(op)
     if c.tid == 0:
-        cute.arch.red(c.sync, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
+        cute.arch.red(c.sync + line, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
 
 
 @cute.jit
-def wait(c: Ctx, edge: Int32, op: cutlass.Constexpr):
-    """Until every CTA arrived at edge number `edge` (counted from 1) of this launch."""
+def wait(c: Ctx, edge: Int32, op: cutlass.Constexpr, line: cutlass.Constexpr = ALL):
+    """Until every CTA arrived at edge number `edge` (counted from 1) of this launch on this line."""
     if c.tid == 0:
-        target = c.base + edge * op.ctas
-        seen = cute.arch.load(c.sync, Int32, sem="acquire", scope="gpu")
+        base = c.base[line // 32]
+        target = base + edge * op.ctas
+        seen = cute.arch.load(c.sync + line, Int32, sem="acquire", scope="gpu")
         if cutlass.const_expr(op.spin == 0):
             while seen - target < 0:
-                seen = cute.arch.load(c.sync, Int32, sem="acquire", scope="gpu")
+                seen = cute.arch.load(c.sync + line, Int32, sem="acquire", scope="gpu")
         else:
             turns = Int32(0)
             while seen - target < 0 and turns < op.spin:
-                seen = cute.arch.load(c.sync, Int32, sem="acquire", scope="gpu")
+                seen = cute.arch.load(c.sync + line, Int32, sem="acquire", scope="gpu")
                 turns += 1
             if seen - target < 0:
                 record = cute.make_tensor(c.sync + 64, cute.make_layout((4,)))
                 record[0], record[1], record[2], record[3] = (
                     c.cta + 1,
                     edge,
-                    seen - c.base,
-                    target - c.base,
+                    seen - base,
+                    target - base,
                 )
     consumers(op)
+
+
+@cute.jit
+def leave(c: Ctx, edge: Int32, routes: Int32, op: cutlass.Constexpr):
+    """The next launch counts on from here. After the last edge, when every CTA has read where this one began."""
+    if c.tid == 0 and c.cta == 0:
+        state = cute.make_tensor(c.sync + 96, cute.make_layout((2,)))
+        state[0] = c.base[0] + edge * op.ctas
+        state[1] = c.base[1] + routes * op.ctas
 
 
 @cute.jit

@@ -23,6 +23,8 @@ NAMES = tuple(
             "kv",
             "send",
             "kind",
+            "x",
+            "y",
         ]
     )
 )
@@ -53,6 +55,21 @@ def layer_tensors(t, n, dims):
             sends = t.outputs.send.layers
             # where a layer without experts leaves a gap, the numbers are names, not indices
             found["send"] = (sends[n] if isinstance(sends, list) else getattr(sends, str(n))).shared
+    return found
+
+
+def chain_tensors(t, n, dims):
+    """As `layer_tensors` for instance n of a chain of FFNs or KDAs, its own input and output included."""
+    found = {"x": t.inputs.x[n], "y": t.outputs.y[n]}
+    w = t.weights.layers[n]
+    found |= {name: getattr(w, name) for name in (MOE if dims.ffn else KDA)}
+    if not dims.ffn:
+        found |= {"state_conv": t.states.layers[n].conv, "state_S": t.states.layers[n].S}
+    if dims.ranks > 1:
+        remote = t.inputs.remote.layers[n]
+        found |= {f"remote_{r}": getattr(remote, r) for r in REMOTE if hasattr(remote, r)}
+        if dims.ffn:
+            found["send"] = t.outputs.send.layers[n].shared
     return found
 
 

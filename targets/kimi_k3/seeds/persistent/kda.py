@@ -12,15 +12,21 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from targets.kimi_k3.seeds.common import lanes_sum, pack_bf16, round_bf16, sigmoid, silu
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
+    arrive,
     at,
     consumers,
+    drain,
     field,
+    fill,
+    gathered,
     unpack,
     vector,
     view,
+    wait,
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.plan import share
 
 HEAD = 128
 
@@ -45,6 +51,17 @@ class Place(NamedTuple):
     first: Any
     count: Any
     slot: Any
+
+
+@cute.jit
+def fill_kda(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
+    d = op.d
+    first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
+    source = field(c, layer, F["in_proj"], COUNT) + Int64(first) * op.wide.row_bytes
+    it = fill(c, it, source, n, op.wide, op)
+    g = op.rows(d.kda_dim)
+    first, n = share(d.hidden, c.cta, op.ctas)
+    return fill(c, it, field(c, layer, F["o_proj"], COUNT) + Int64(first) * g.row_bytes, n, g, op)
 
 
 @cute.jit
@@ -243,3 +260,63 @@ def gated(
         b = rO[2 * e + 1] * scale * rNf[2 * e + 1] * sigmoid(rG[2 * e + 1].to(Float32))
         y = pack_bf16(a, b)
         rX[e, 0] = y if slot > 0 else Uint32(0)
+
+
+@cute.jit
+def kda(
+    c: Ctx,
+    layer: Int32,
+    it: Int32,
+    edge: Int32,
+    rX: cute.Tensor,
+    slots: cute.Tensor,
+    ws: Any,
+    op: cutlass.Constexpr,
+):
+    """ws.attn = a of a KDA layer, complete at the next edge."""
+    d = op.d
+    p = place(c, slots, op)
+    first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
+    it = drain(c, it, n, Int32(0), rX, op.wide, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+        ws.proj[first + i] = gathered(c, i, op.wide.width).to(BFloat16)
+    state = load_early(c, layer, p, op)
+    arrive(c, op)
+    edge += 1
+    wait(c, edge, op)
+    update(c, layer, p, state, ws.proj, ws.o, op)
+    arrive(c, op)
+    edge += 1
+    wait(c, edge, op)
+    g = op.rows(d.kda_dim)
+    rO = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    gated(c, layer, p.slot, ws.proj, ws.o, rO, op)
+    it = out_projection(c, layer, it, rO, ws, g, op)
+    return it, edge
+
+
+@cute.jit
+def out_projection(
+    c: Ctx,
+    layer: Int32,
+    it: Int32,
+    rO: cute.Tensor,
+    ws: Any,
+    g: cutlass.Constexpr,
+    op: cutlass.Constexpr,
+):
+    """ws.attn = bf(bf(x W_o^T) + the others' partials) of this CTA's rows."""
+    d = op.d
+    first, n = share(d.hidden, c.cta, op.ctas)
+    it = drain(c, it, n, Int32(0), rO, g, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+        y = gathered(c, i, g.width)
+        if cutlass.const_expr(d.ranks > 1):
+            y = (
+                round_bf16(y)
+                + at(Float32, field(c, layer, F["remote_attn"], COUNT), d.hidden)[first + i]
+            )
+        ws.attn[first + i] = y.to(BFloat16)
+    return it

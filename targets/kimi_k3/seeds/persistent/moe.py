@@ -9,6 +9,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
 from targets.kimi_k3.seeds.common import high, lanes_sum, low, pack_bf16, round_bf16, sigmoid, situ
 from targets.kimi_k3.seeds.latent_moe import pair_up
 from targets.kimi_k3.seeds.persistent.device import (
+    ROUTE,
     Ctx,
     arrive,
     at,
@@ -230,24 +231,31 @@ def normalise(c: Ctx, rX: cute.Tensor, norm: Int64, g: cutlass.Constexpr, op: cu
 
 
 @cute.jit
+def router(c: Ctx, layer: Int32, it: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr):
+    """This CTA's logits."""
+    first, n = share(op.d.router_rows, c.cta, op.ctas)
+    it = drain(c, it, n, Int32(0), rX, op.wide, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+        ws.logits[first + i] = gathered(c, i, op.wide.width)
+    return it
+
+
+@cute.jit
 def front(c: Ctx, layer: Int32, it: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr):
-    """Logits, latent and the shared expert's hidden vector, this CTA's share."""
+    """Latent and the shared expert's hidden vector, this CTA's share. Starts behind an `arrive`, which is a barrier."""
     d, g = op.d, op.wide
-    first_r, n_r = share(d.router_rows, c.cta, op.ctas)
     first_l, n_l = share(d.latent_rows, c.cta, op.ctas)
     first_s, n_s = share(d.shared_dim, c.cta, op.ctas)
-    it = drain(c, it, n_r, Int32(0), rX, g, op)
-    it = drain(c, it, n_l, n_r, rX, g, op)
-    it = drain(c, it, n_s, n_r + n_l, rX, op.rows(d.hidden, pair=True), op)
+    it = drain(c, it, n_l, Int32(0), rX, g, op)
+    it = drain(c, it, n_s, n_l, rX, op.rows(d.hidden, pair=True), op)
     consumers(op)
-    for i in cutlass.range(c.tid, n_r + n_l + n_s, op.threads, unroll=1):
-        if i < n_r:
-            ws.logits[first_r + i] = gathered(c, i, g.width)
-        elif i < n_r + n_l:
-            ws.latent[first_l + i - n_r] = gathered(c, i, g.width).to(BFloat16)
+    for i in cutlass.range(c.tid, n_l + n_s, op.threads, unroll=1):
+        if i < n_l:
+            ws.latent[first_l + i] = gathered(c, i, g.width).to(BFloat16)
         else:
-            j = i - n_r - n_l
-            ws.hs[first_s + j] = situ_pair(c, n_r + n_l + 2 * j, g.width)
+            j = i - n_l
+            ws.hs[first_s + j] = situ_pair(c, n_l + 2 * j, g.width)
     return it
 
 
@@ -340,7 +348,10 @@ def choose(c: Ctx, layer: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Const
 
 @cute.jit
 def shared_down(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
-    """c.own = bf(shared partial + the others') of the columns whose up-projection this CTA makes; the rest is sent."""
+    """c.own = bf(shared partial + the others') of the columns whose up-projection this CTA makes; the rest is sent.
+
+    Ends with a barrier: the experts' sums go where these were.
+    """
     d = op.d
     g = op.rows(d.shared_dim)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
@@ -363,6 +374,7 @@ def shared_down(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexp
         consumers(op)
         for i in cutlass.range(c.tid, n, op.threads, unroll=1):
             c.own[i] = round_bf16(gathered(c, i, g.width))
+    consumers(op)
     return it
 
 
@@ -408,6 +420,26 @@ def group_scale(byte: Uint8):
 
 
 @cute.jit
+def pair_of_codes(c: Ctx, slot: Int32, r: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
+    """Pair r of the stage times this warp's columns: w1's row in lane 0, w3's in lane 1, times 2^-62."""
+    g = op.up
+    x = op.rows(op.d.latent)
+    place = slot * op.stage + r * g.code_bytes
+    scale = slot * op.stage + 2 * g.chunk * g.code_bytes + r * g.scale_bytes
+    bytes_ = cute.recast_tensor(c.ring, Uint8)
+    a, b = Float32(0.0), Float32(0.0)
+    for v in cutlass.range_constexpr(x.per):
+        j = vector(c, v, x)
+        j = j if j < x.vecs else 0
+        words = (c.ring[place // 4 + j], c.ring[(place + g.chunk * g.code_bytes) // 4 + j])
+        scales = (bytes_[scale + j // 4], bytes_[scale + g.chunk * g.scale_bytes + j // 4])
+        more_a, more_b = codes_times(c, words, scales, rX[None, v])
+        a += more_a
+        b += more_b
+    return diagonal_sum(a, b)
+
+
+@cute.jit
 def experts_up(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
     """ws.h [slot, row] = bf(SiTU(w1 layer, w3 layer)) of this CTA's pairs of rows."""
     d, g = op.d, op.up
@@ -416,34 +448,19 @@ def experts_up(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr
     load_latent(c, layer, ws, rX, x, op)
     first, n = share(d.topk * d.expert_dim, c.cta, op.ctas, g.unit)
     at_row, end = first, first + n
-    bytes_ = cute.recast_tensor(c.ring, Uint8)
     while at_row < end:
         row = at_row % d.expert_dim
         many = end - at_row if end - at_row < g.chunk else Int32(g.chunk)
         many = many if many < d.expert_dim - row else d.expert_dim - row
         slot = stage_full(c, it, op)
         if c.warp < x.width * x.passes:
-            for r in cutlass.range(c.warp // x.width, many, x.passes, unroll=1):
-                place = slot * op.stage + r * g.code_bytes
-                scale = slot * op.stage + 2 * g.chunk * g.code_bytes + r * g.scale_bytes
-                a, b = Float32(0.0), Float32(0.0)
-                for v in cutlass.range_constexpr(x.per):
-                    j = vector(c, v, x)
-                    j = j if j < x.vecs else 0
-                    words = (
-                        c.ring[place // 4 + j],
-                        c.ring[(place + g.chunk * g.code_bytes) // 4 + j],
-                    )
-                    scales = (
-                        bytes_[scale + j // 4],
-                        bytes_[scale + g.chunk * g.scale_bytes + j // 4],
-                    )
-                    more_a, more_b = codes_times(c, words, scales, rX[None, v])
-                    a += more_a
-                    b += more_b
-                sum = diagonal_sum(a, b)
-                if c.lane < 2:
-                    c.part[(2 * (at_row - first + r) + c.lane) * STRIDE + c.warp % x.width] = sum
+            for r0 in cutlass.range(c.warp // x.width, many, x.passes * op.pairs, unroll=1):
+                rows = [r0 + u * x.passes for u in range(op.pairs)]
+                sums = [pair_of_codes(c, slot, r if r < many else r0, rX, op) for r in rows]
+                for u in cutlass.range_constexpr(op.pairs):
+                    if c.lane < 2 and rows[u] < many:
+                        place = 2 * (at_row - first + rows[u]) + c.lane
+                        c.part[place * STRIDE + c.warp % x.width] = sums[u]
         stage_done(c, slot)
         it += 1
         at_row += many
@@ -574,19 +591,26 @@ def up_projection(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Conste
 def moe(
     c: Ctx,
     layer: Int32,
-    it: Int32,
-    edge: Int32,
+    turn: Int32,
+    at_: tuple,
     rX: cute.Tensor,
     ws: Space,
     mIds: cute.Tensor,
     op: cutlass.Constexpr,
 ):
-    """The FFN of a layer with experts; ws.delta is complete at the next edge."""
+    """The FFN of a layer with experts, number `turn` of the launch; ws.delta is complete at the next edge.
+
+    The router goes first and has an edge of its own: its logits travel while the rest of the front is drained.
+    """
+    it, edge = at_
+    it = router(c, layer, it, rX, ws, op)
+    arrive(c, op, ROUTE)
     it = front(c, layer, it, rX, ws, op)
     arrive(c, op)
+    wait(c, turn + 1, op, ROUTE)
+    choose(c, layer, ws, mIds, op)
     edge += 1
     wait(c, edge, op)
-    choose(c, layer, ws, mIds, op)
     it = shared_down(c, layer, it, ws, op)
     it = experts_up(c, layer, it, ws, op)
     arrive(c, op)

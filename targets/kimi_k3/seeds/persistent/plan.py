@@ -106,6 +106,8 @@ class Op:
     stage: int
     stages: int
     spin: int
+    pairs: int = 4
+    """Pairs of expert rows that a warp has in hand at once: their latencies overlap."""
 
     def rows(self, k, pair=False):
         return Rows(k, self.warps, self.stage, pair)

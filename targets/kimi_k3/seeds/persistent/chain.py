@@ -1,0 +1,56 @@
+"""What the persistent chains of one part of the layer share: their input, a sum, and small vectors fetched early."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from targets.kimi_k3.seeds.common import add_bf16x2
+from targets.kimi_k3.seeds.persistent.device import Ctx, field, vector, words_at
+from targets.kimi_k3.seeds.persistent.fields import COUNT, F, vectors
+from targets.kimi_k3.seeds.persistent.plan import Op
+
+
+@cute.jit
+def prefetch_vectors(c: Ctx, layer: Int32, kind: cutlass.Constexpr, op: cutlass.Constexpr):
+    """The small vectors of an instance into L2: otherwise their first use costs a trip to memory behind an edge."""
+    found = [x for x in vectors(op.d) if kind in x[2] and "mlp" not in x[0] and "attn_" not in x[0][:5]]
+    for k in cutlass.range_constexpr(len(found)):
+        start = field(c, layer, F[found[k][0]], COUNT)
+        for line in cutlass.range(c.cta, -(-found[k][1] // 128), op.ctas, unroll=1):
+            cute.arch.inline_ptx(
+                "prefetch.global.L2 [{$r0}];", read_only_args=[start + Int64(line) * 128]
+            )
+
+
+@cute.jit
+def load_sum(c: Ctx, layer: Int32, rX: cute.Tensor, own: cutlass.Constexpr, op: cutlass.Constexpr):
+    """rX words [4, per] = bf(x_i + y_{i-1}): `own` columns of y from its CTAs, then those gathered from other ranks."""
+    g = op.wide
+    rY = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rY.fill(0)
+    for v in cutlass.range_constexpr(g.per):
+        i = vector(c, v, g)
+        if i < g.vecs:
+            words_at(field(c, layer, F["x"], COUNT), i, rX[None, v])
+            if layer > 0:
+                if cutlass.const_expr(own == op.d.hidden):
+                    words_at(field(c, layer - 1, F["y"], COUNT), i, rY[None, v])
+                elif i < own // 8:
+                    words_at(field(c, layer - 1, F["y"], COUNT), i, rY[None, v])
+                else:
+                    remote = field(c, layer - 1, F["remote_delta"], COUNT)
+                    words_at(remote, i - own // 8, rY[None, v])
+    if layer > 0:
+        for v in cutlass.range_constexpr(g.per):
+            for e in cutlass.range_constexpr(4):
+                rX[e, v] = add_bf16x2(rX[e, v], rY[e, v])
+
+
+def shape(dims, cfg):
+    if dims.rows != 1:
+        raise ValueError("the persistent kernel is for one row")
+    fits = max(1, min(cfg.sms, dims.hidden // 32))
+    return Op(
+        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.stage_bytes, cfg.ring_stages, cfg.spin_limit,
+        getattr(cfg, "expert_pairs", 1),
+    )

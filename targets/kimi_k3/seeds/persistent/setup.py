@@ -1,0 +1,54 @@
+"""What a CTA of a persistent kernel does first: shared memory, mbarriers, the table of addresses."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from targets.kimi_k3.seeds.common import smem
+from targets.kimi_k3.seeds.persistent.device import Ctx
+from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.plan import STRIDE
+
+
+@cute.jit
+def open_cta(
+    layers: tuple,
+    mSync: cute.Tensor,
+    names: cutlass.Constexpr,
+    kinds: cutlass.Constexpr,
+    op: cutlass.Constexpr,
+):
+    """The context of a thread. layers: tensors of each layer, names: their fields; ends with a barrier of the CTA."""
+    tid, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    warp = cute.arch.make_warp_uniform(tid // 32)
+    d = op.d
+    ring = cute.make_tensor(
+        cutlass.memory.SmemAllocator().allocate_tensor(
+            Uint32, cute.make_layout((op.stages * op.stage // 4,)), byte_alignment=128
+        ).iterator,
+        cute.make_layout((op.stages * op.stage // 4,)),
+    )  # fmt: skip
+    bars = smem(Int64, (2 * op.stages + 1,), (1,)).iterator
+    c = Ctx(
+        tid, warp, tid % 32, cta, ring, bars, bars + op.stages, bars + 2 * op.stages,
+        smem(Float32, (op.part_rows * STRIDE,), (1,)), smem(Float32, ((2 * d.bank_rows + 4) * STRIDE,), (1,)),
+        smem(Int64, (d.layers * COUNT,), (1,)), smem(Int32, (d.topk,), (1,)), smem(Float32, (d.topk,), (1,)),
+        smem(Float32, (-(-d.hidden_local // op.ctas),), (1,)), smem(Uint32, (op.pool // 4,), (1,)),
+        mSync.iterator, (mSync[96], mSync[97]),
+    )  # fmt: skip
+    if tid == 0:
+        for s in cutlass.range_constexpr(op.stages):
+            cute.arch.mbarrier_init(c.full + s, 1)
+            cute.arch.mbarrier_init(c.empty + s, op.warps)
+        cute.arch.mbarrier_init(c.routed, 1)
+    for n in cutlass.range_constexpr(d.layers):
+        if tid == 32 * (n % op.warps):
+            for i in cutlass.range_constexpr(len(names[n])):
+                c.tab[n * COUNT + F[names[n][i]]] = layers[n][i].iterator.toint()
+            c.tab[n * COUNT + F["kind"]] = Int64(kinds[n])
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    return c
