@@ -103,7 +103,7 @@ class MixBaseline:
                 x = total
             if self.part == "gemv":
                 w = layer_of(self.t, i).weights["w"]
-                self._add(self.make.linear(x, w, y))
+                self._add(self.make.linear("gemv", (x, w, y)))
             elif self.part == "latent-moe":
                 self._ffn(i, "E", x, y)
             else:

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from targets.kimi_k3.baseline import tiles
 from targets.kimi_k3.baseline.kernels import experts, kda, mla, products, rows
-from targets.kimi_k3.baseline.tiles import Tile, cdiv, power, tile_of
+from targets.kimi_k3.baseline.tiles import Tile, cdiv, power
 from targets.kimi_k3.buffers import Shape
 from targets.kimi_k3.maths.layer import Layer
 from targets.kimi_k3.sizes import EPS
 
 Launch = Callable[[], None]
+PDL = True
+"""Join launches by programmatic dependent launch, where the device has it."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,23 @@ class Ends:
     own: int = 0
 
 
+PLAIN = Ends()
+
+
 class Maker:
     """Launches for one shape. `pdl`: programmatic dependent launch, on GPUs that have it."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device, self.m = shape, device, shape.rows
-        self.pdl = device.type == "cuda"
+        self.pdl = PDL and device.type == "cuda"
         self.sms = 132
-        if self.pdl:
+        if device.type == "cuda":
             self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.mp = 1 if self.m == 1 else max(16, power(self.m))
         self._made: dict[str, Tensor] = {}
+
+    def fixed(self, place: str) -> Tile:
+        return tiles.fixed(place, self.mp)
 
     def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Scratch that launches share; one of each name."""
@@ -102,9 +111,13 @@ class Maker:
 
         return run
 
-    def linear(self, x: Tensor, w: Tensor, y: Tensor, ends: Ends = Ends()) -> Launch:
+    def linear(
+        self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends = PLAIN
+    ) -> Launch:
+        """y = x W^T; operands = (x, W, y). `place` chooses the tile."""
+        x, w, y = operands
         n, k = w.shape
-        t = tile_of(n, k, self.mp)
+        t = tiles.product(place, (n, k), self.mp)
         columns = 0 if ends.tail is None else ends.tail.shape[1]
         grid = (cdiv(n, t.bn) + self.m * cdiv(columns, 1024),)
         given = [ends.norm, ends.remote, ends.send, ends.addend, ends.tail]
@@ -117,11 +130,12 @@ class Maker:
             NORM=ends.norm is not None, MODE=ends.mode, OWN=ends.own, TAIL=columns,
         )  # fmt: skip
 
-    def reduced(self, x: Tensor, w: Tensor, y: Tensor, remote: Tensor | None) -> Launch:
-        """bf(bf(x W^T) + remote)."""
-        if remote is None:
-            return self.linear(x, w, y)
-        return self.linear(x, w, y, Ends("remote", remote=remote))
+    def reduced(
+        self, place: str, operands: tuple[Tensor, Tensor, Tensor], remote: Tensor | None
+    ) -> Launch:
+        """y = bf(bf(x W^T) + remote)."""
+        ends = PLAIN if remote is None else Ends("remote", remote=remote)
+        return self.linear(place, operands, ends)
 
     def attn_res(self, banks: Banks, mix: Mix, s: Mixed) -> Launch:
         hidden = self.shape.sizes.hidden
@@ -131,7 +145,7 @@ class Maker:
         delta = s.prefix if s.delta is None else s.delta
         args = (s.prefix, delta, banks.prefix, old, new, product, mix.out, s.out, EPS)
         return self.launch(
-            rows.attn_res_kernel, (self.m,), args, Tile(1, 1, 16 if hidden > 2048 else 4), H=hidden,
+            rows.attn_res_kernel, (self.m,), args, self.fixed("attn_res"), H=hidden,
             BLOCK=power(hidden), OLD=banks.count_old, NEW=1 if banks.new is None else banks.new.shape[1],
             SOURCES=s.sources, ROW=s.row, ADD=s.delta is not None, CLOSING=s.closing,
         )  # fmt: skip
@@ -146,10 +160,10 @@ class Maker:
             EPS,
         )  # fmt: skip
         core = self.launch(
-            kda.kda_kernel, (s.kda_heads, self.m), args, Tile(1, 1, 8), HEADS=s.kda_heads, W=s.head_dim, RANK=s.f_rank
+            kda.kda_kernel, (s.kda_heads, self.m), args, self.fixed("kda"), HEADS=s.kda_heads, W=s.head_dim, RANK=s.f_rank
         )  # fmt: skip
-        last = self.reduced(o, w["o_proj"], out, layer.remote.get("attn"))
-        return [self.linear(x, w["in_proj"], y), core, last]
+        last = self.reduced("o_proj", (o, w["o_proj"], out), layer.remote.get("attn"))
+        return [self.linear("in_proj", (x, w["in_proj"], y)), core, last]
 
     def splits(self) -> int:
         """Shares of the context: enough to fill the GPU, at least a page each."""
@@ -164,10 +178,10 @@ class Maker:
         q = self.buffer("mla_q", m, s.mla_heads * (s.qk_nope + s.qk_rope))
         o = self.buffer("mla_out", m, s.mla_dim)
         return [
-            self.linear(x, w["a_proj"], a),
-            self.linear(a, w["q_b"], q, Ends(norm=w["q_a_norm"])),
+            self.linear("a_proj", (x, w["a_proj"], a)),
+            self.linear("q_b", (a, w["q_b"], q), Ends(norm=w["q_a_norm"])),
             *self._attend((a, q, o), layer, paging),
-            self.reduced(o, w["o_proj"], out, layer.remote.get("attn")),
+            self.reduced("o_proj", (o, w["o_proj"], out), layer.remote.get("attn")),
         ]
 
     def _attend(
@@ -180,22 +194,23 @@ class Maker:
         sums = self.buffer("mla_sums", m, splits, heads, s.kv_lora, dtype=torch.float32)
         stats = self.buffer("mla_stats", m, splits, heads, 2, dtype=torch.float32)
         sizes = {"HEADS": heads, "LORA": s.kv_lora}
-        bc, bv = min(64, s.kv_lora), min(32, s.v_dim)
+        begin, end = self.fixed("query"), self.fixed("join")
+        bc, bv = min(begin.bk, s.kv_lora), min(end.bn, s.v_dim)
         first = self.launch(
             mla.query_kernel, (heads * s.kv_lora // bc + 1, m),
-            (a, a.stride(0), w["kv_a_norm"], q, w["w_uk"], query, kv, paging["slot_mapping"], EPS), Tile(1, 1, 4),
+            (a, a.stride(0), w["kv_a_norm"], q, w["w_uk"], query, kv, paging["slot_mapping"], EPS), begin,
             **sizes, LORA_Q=s.q_lora, NOPE=s.qk_nope, ROPE=s.qk_rope, BC=bc,
         )  # fmt: skip
         second = self.launch(
             mla.attention_kernel, (splits, m),
             (query, kv, paging["block_table"], paging["lengths"], sums, stats, (s.qk_nope + s.qk_rope) ** -0.5),
-            Tile(1, 1, 4, 2), **sizes, HP=max(16, power(heads)), ROPE=s.qk_rope, PAGE=s.page,
+            self.fixed("attention"), **sizes, HP=max(16, power(heads)), ROPE=s.qk_rope, PAGE=s.page,
             PAGES=p.pages_per_request, SPLITS=splits,
         )  # fmt: skip
         third = self.launch(
             mla.join_kernel, (heads * s.v_dim // bv, m),
-            (sums, stats, w["w_uv"], a, a.stride(0), s.q_lora + s.kv_dim, paging["lengths"], o), Tile(1, 1, 8),
-            **sizes, V=s.v_dim, BV=bv, SPLITS=splits, SP=power(splits), BS=min(8, power(splits)),
+            (sums, stats, w["w_uv"], a, a.stride(0), s.q_lora + s.kv_dim, paging["lengths"], o), end,
+            **sizes, V=s.v_dim, BV=bv, SPLITS=splits, SP=power(splits), BS=min(end.bk, power(splits)),
         )  # fmt: skip
         return [first, second, third]
 
@@ -216,7 +231,7 @@ class Maker:
         s = self.shape.sizes
         remote = layer.remote.get("logits", logits)
         return self.launch(
-            rows.select_kernel, (self.m,), (logits, remote, layer.weights["router_bias"], *out), Tile(1, 1, 1),
+            rows.select_kernel, (self.m,), (logits, remote, layer.weights["router_bias"], *out), self.fixed("select"),
             EXPERTS=s.experts, OWN=logits.shape[1], BLOCK=power(s.experts), TOPK=s.topk, TP=power(s.topk),
         )  # fmt: skip
 
@@ -224,7 +239,7 @@ class Maker:
         s, w, m = self.shape.sizes, layer.weights, self.m
         logits, latent, hidden = made
         routed, own, shared = logits.shape[1], w["latent_down"].shape[0], s.shared_dim
-        t = tile_of(routed + own + 2 * shared, s.hidden, self.mp)
+        t = tiles.product("front", (routed + own + 2 * shared, s.hidden), self.mp)
         blocks = sum(cdiv(n, t.bn) for n in (routed, own, shared))
         args = (
             x, w["router"], logits, w["latent_down"], latent, layer.remote.get("latent", latent), w["shared_gate_up"],
@@ -248,7 +263,7 @@ class Maker:
         z = self.buffer("experts_sum", m, s.latent)
         own = w["latent_up"].shape[0]
         shared = self.buffer("shared", m, own)
-        ends = Ends()
+        ends = PLAIN
         if send is not None:
             ends = Ends("split", remote=layer.remote["shared"], send=send, own=own)
         join = Ends("addend", addend=shared, tail=layer.remote.get("delta"), norm=w["latent_norm"])
@@ -256,9 +271,9 @@ class Maker:
             self._front(layer, x, (logits, latent, hidden)),
             self._select(layer, logits, (ids, weights)),
             # beside the selection, which is one program a row: most of its weights arrive meanwhile
-            self.linear(hidden, w["shared_down"], shared, ends),
+            self.linear("shared_down", (hidden, w["shared_down"], shared), ends),
             *self._experts(layer, (latent, ids, weights), z),
-            self.linear(z, w["latent_up"], out, join),
+            self.linear("latent_up", (z, w["latent_up"], out), join),
         ]
 
     def _experts(
@@ -268,7 +283,7 @@ class Maker:
         latent, ids, weights = given
         hidden = self.buffer("expert_hidden", m, s.topk, s.expert_dim)
         codes = {name: w[name].view(torch.int32) for name in ("w1", "w2", "w3")}
-        up, down = Tile(8, 64, 4), Tile(4, 16, 4)
+        up, down = self.fixed("up"), self.fixed("down")
         bw = min(up.bk, s.latent // 8 & -(s.latent // 8))
         first = self.launch(
             experts.up_kernel, (s.expert_dim // up.bn, s.topk, m),
@@ -287,9 +302,12 @@ class Maker:
     def dense(self, layer: Layer, x: Tensor, out: Tensor) -> list[Launch]:
         s, w = self.shape.sizes, layer.weights
         hidden = self.buffer("dense_hidden", self.m, s.dense_dim)
-        t = tile_of(2 * s.dense_dim, s.hidden, self.mp)
+        t = tiles.product("dense_up", (2 * s.dense_dim, s.hidden), self.mp)
         first = self.launch(
             products.gated_kernel, (cdiv(s.dense_dim, t.bn),), (x, x.stride(0), w["dense_gate_up"], hidden), t,
             M=self.m, MP=self.mp, N=s.dense_dim, K=s.hidden, BN=t.bn, BK=t.bk,
         )  # fmt: skip
-        return [first, self.reduced(hidden, w["dense_down"], out, layer.remote.get("dense"))]
+        return [
+            first,
+            self.reduced("dense_down", (hidden, w["dense_down"], out), layer.remote.get("dense")),
+        ]

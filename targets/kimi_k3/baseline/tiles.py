@@ -1,4 +1,4 @@
-"""Tiles of the Triton products by shape. Plain arithmetic; the choices were measured on an H200."""
+"""Tiles of the Triton kernels by place in the layer. Plain data and arithmetic; `MEASURED` comes from an H200."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ class Tile:
     stages: int = 3
 
 
+MEASURED: dict[tuple[str, int], Tile] = {}
+"""(place, padded rows) -> tile, where another than the rule's was faster in the whole step."""
+
+FIXED = {
+    "attn_res": Tile(1, 1, 16),
+    "select": Tile(1, 1, 1),
+    "kda": Tile(1, 1, 8),
+    "query": Tile(1, 64, 4),
+    "attention": Tile(1, 1, 4, 2),
+    "join": Tile(32, 8, 8),
+    "up": Tile(8, 64, 4),
+    "down": Tile(4, 16, 4),
+}
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -24,11 +39,18 @@ def power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def tile_of(n: int, k: int, mp: int) -> Tile:
-    """For W [n, k] and rows padded to `mp`.
+def fixed(place: str, mp: int) -> Tile:
+    return MEASURED.get((place, mp), FIXED[place])
+
+
+def product(place: str, shape: tuple[int, int], mp: int) -> Tile:
+    """For W of that shape [n, k] and rows padded to `mp`.
 
     One row: a program's first tile is all of its k where that is short, so that it arrives while the program waits.
     """
+    if (place, mp) in MEASURED:
+        return MEASURED[place, mp]
+    n, k = shape
     if mp == 1:
         bk = power(k) if k <= 4096 else 1024
         return Tile(max(1, 8192 // bk), bk)
