@@ -60,6 +60,21 @@ def browser(tmp_path: Path) -> Iterator[Any]:
         driver.quit()
 
 
+WIDER = """
+const page = document.documentElement.scrollWidth, phone = arguments[0];
+if (page <= phone) return [];
+const range = document.createRange();
+const right = e => { range.selectNodeContents(e); return range.getBoundingClientRect().right; };
+const out = [...document.querySelectorAll("body *")].filter(e => right(e) > phone && !e.closest("pre, svg"));
+return [`${page} CSS pixels`, ...out.map(e => e.outerHTML.slice(0, 120))];
+"""
+
+
+def too_wide(browser: Any) -> list[str]:
+    """How wide the page is and what sticks out, where it is wider than a phone."""
+    return browser.execute_script(WIDER, PHONE) or []
+
+
 def test_from_the_printed_address_to_an_approval(kit: Any, address: str, browser: Any) -> None:
     from selenium.webdriver.common.by import By
 
@@ -73,8 +88,7 @@ def test_from_the_printed_address_to_an_approval(kit: Any, address: str, browser
     assert browser.find_elements(By.TAG_NAME, "script") == []
     with pytest.raises(Exception, match="no such alert"):
         browser.switch_to.alert.accept()
-    width = browser.execute_script("return document.documentElement.scrollWidth")
-    assert width <= PHONE, "the page scrolls sideways at phone width"
+    assert too_wide(browser) == [], "the page scrolls sideways at phone width"
     said = [x["message"] for x in browser.get_log("browser")]
     refused = [x for x in said if re.search("Content.Security", x) and "favicon" not in x]
     assert refused == []
