@@ -13,7 +13,9 @@ from targets.kimi_k3.seeds.persistent.plan import Op
 @cute.jit
 def prefetch_vectors(c: Ctx, layer: Int32, kind: cutlass.Constexpr, op: cutlass.Constexpr):
     """The small vectors of an instance into L2: otherwise their first use costs a trip to memory behind an edge."""
-    found = [x for x in vectors(op.d) if kind in x[2] and "mlp" not in x[0] and "attn_" not in x[0][:5]]
+    found = [
+        x for x in vectors(op.d) if kind in x[2] and "mlp" not in x[0] and "attn_" not in x[0][:5]
+    ]
     for k in cutlass.range_constexpr(len(found)):
         start = field(c, layer, F[found[k][0]], COUNT)
         for line in cutlass.range(c.cta, -(-found[k][1] // 128), op.ctas, unroll=1):
@@ -51,6 +53,11 @@ def shape(dims, cfg):
         raise ValueError("the persistent kernel is for one row")
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     return Op(
-        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.stage_bytes, cfg.ring_stages, cfg.spin_limit,
+        dims,
+        cfg.ctas or fits,
+        cfg.consumer_warps,
+        cfg.stage_bytes,
+        cfg.ring_stages,
+        cfg.spin_limit,
         getattr(cfg, "expert_pairs", 1),
     )

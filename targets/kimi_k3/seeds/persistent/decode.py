@@ -8,18 +8,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
-from targets.kimi_k3.seeds.common import add_bf16x2, round_bf16
+from targets.kimi_k3.seeds.common import add_bf16x2
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
     arrive,
     at,
-    consumers,
-    drain,
     field,
-    fill,
-    gathered,
     leave,
     vector,
     wait,
@@ -38,7 +34,7 @@ from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda, out_projection
 from targets.kimi_k3.seeds.persistent.mix import Banks, early, late
 from targets.kimi_k3.seeds.persistent.mla import MlaSpace, cache_of, fill_mla, mla
 from targets.kimi_k3.seeds.persistent.moe import Space, dense, fill_dense, fill_moe, load_x, moe
-from targets.kimi_k3.seeds.persistent.plan import Op, share
+from targets.kimi_k3.seeds.persistent.plan import Op
 from targets.kimi_k3.seeds.persistent.setup import open_cta
 
 TUNABLES = {
@@ -261,7 +257,12 @@ def shape(dims, cfg):
         raise ValueError("the persistent kernel is for one row")
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     return Op(
-        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.stage_bytes, cfg.ring_stages, cfg.spin_limit,
+        dims,
+        cfg.ctas or fits,
+        cfg.consumer_warps,
+        cfg.stage_bytes,
+        cfg.ring_stages,
+        cfg.spin_limit,
         cfg.expert_pairs,
     )
 

@@ -10,11 +10,9 @@ a producer waits only for stages that its own CTA's consumers give back in order
 publish before they take the first stage of an expert.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.persistent.chain import load_sum, prefetch_vectors, shape
 from targets.kimi_k3.seeds.persistent.device import (

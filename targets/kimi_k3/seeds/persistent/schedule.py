@@ -1,9 +1,10 @@
 """The schedule of the persistent kernel as data, and a proof on the host that it ends. Not part of the candidate.
 
-Why it cannot hang, in words: every CTA arrives at edge e before it waits for it, and waits for edges in their order, so
-the slowest CTA never waits for itself. A producer waits for a free stage, which the consumers of its own CTA give back
-in order without waiting for anything behind it in the list, and for the routing, which they publish before they take
-the first stage of an expert. `simulate` runs exactly these rules for all CTAs and says who stands still if one does.
+Why it cannot hang, in words: every CTA arrives at edge e of a line before it waits for it, and waits in one order that
+all share, so the slowest CTA never waits for itself. A producer waits for a free stage, which the consumers of its own
+CTA give back in order without waiting for anything behind it in the list, and for the routing, which they publish
+before they take the first stage of an expert. `simulate` runs exactly these rules for all CTAs and says who stands
+still if one does.
 
 The lists are written down here a second time, beside the kernel's loops; the cpu device runs the kernel itself.
 """
@@ -17,7 +18,8 @@ from typing import Any
 from targets.kimi_k3.seeds.persistent.plan import CodeRows, Op, Rows, share
 
 Event = tuple[Any, ...]
-"""Consumers: ("take", label), ("hold", labels), ("arrive",), ("wait", edge), ("route",).
+"""Consumers: ("take", label), ("hold", labels), ("arrive", line), ("wait", line, edge), ("route",); the
+lines are those of `device`, ALL and ROUTE.
 Producer: ("stage", label, bytes), ("routed", turn). A label is (matrix, layer, first row, rows)."""
 
 
@@ -36,7 +38,7 @@ def lists(op: Op, cta: int, length: int) -> Lists:
     for n, (attn, ffn) in enumerate(zip(op.d.attn, op.d.ffn, strict=True)):
         if n > 0:
             edge += 1
-            out.consume.append(("wait", edge))
+            out.consume.append(("wait", "all", edge))
         edge = _kda(op, cta, n, out, edge) if attn == "K" else _mla(op, cta, n, out, edge, length)
         edge = _edge(out, edge)
         if ffn == "D":
@@ -44,13 +46,13 @@ def lists(op: Op, cta: int, length: int) -> Lists:
         else:
             edge = _moe(op, cta, n, out, edge, routed)
             routed += 1
-        out.consume.append(("arrive",))
-    out.consume.append(("wait", edge + 1))
+        out.consume.append(("arrive", "all"))
+    out.consume.append(("wait", "all", edge + 1))
     return out
 
 
 def _edge(out: Lists, edge: int) -> int:
-    out.consume += [("arrive",), ("wait", edge + 1)]
+    out.consume += [("arrive", "all"), ("wait", "all", edge + 1)]
     return edge + 1
 
 
@@ -112,11 +114,13 @@ def _dense(op: Op, cta: int, n: int, out: Lists, edge: int) -> int:
 def _moe(op: Op, cta: int, n: int, out: Lists, edge: int, routed: int) -> int:
     d = op.d
     _rows(out, "router", n, op.wide, share(d.router_rows, cta, op.ctas))
+    out.consume.append(("arrive", "route"))
     _rows(out, "latent_down", n, op.wide, share(d.latent_rows, cta, op.ctas))
     pair = op.rows(d.hidden, pair=True)
     _rows(out, "shared_gate_up", n, pair, share(d.shared_dim, cta, op.ctas))
-    edge = _edge(out, edge)
-    out.consume.append(("route",))
+    out.consume += [("arrive", "all"), ("wait", "route", routed + 1), ("route",)]
+    edge += 1
+    out.consume.append(("wait", "all", edge))
     down = op.rows(d.shared_dim)
     _rows(out, "shared_down", n, down, share(d.hidden_local, cta, op.ctas))
     first, rows = share(d.hidden - d.hidden_local, cta, op.ctas)
@@ -166,7 +170,7 @@ class _Cta:
     freed: int = 0
     p: int = 0
     c: int = 0
-    arrived: int = 0
+    arrived: dict[str, int] = field(default_factory=lambda: {"all": 0, "route": 0})
     routes: int = 0
     order: list[Event] = field(default_factory=list)
 
@@ -181,7 +185,7 @@ def simulate(op: Op, programs: Sequence[Lists]) -> str:
     moved = True
     while moved:
         moved = False
-        arrivals = min(c.arrived for c in ctas)
+        arrivals = {line: min(c.arrived[line] for c in ctas) for line in ("all", "route")}
         for number, c in enumerate(ctas):
             while _produce(op, c):
                 moved = True
@@ -220,11 +224,11 @@ def _produce(op: Op, c: _Cta) -> bool:
     return True
 
 
-def _consume(c: _Cta, arrivals: int) -> bool:
+def _consume(c: _Cta, arrivals: dict[str, int]) -> bool:
     if c.c == len(c.lists.consume):
         return False
     event = c.lists.consume[c.c]
-    if event[0] == "wait" and arrivals < event[1]:
+    if event[0] == "wait" and arrivals[event[1]] < event[2]:
         return False
     if event[0] in ("take", "hold"):
         labels = [event[1]] if event[0] == "take" else list(event[1])
@@ -235,7 +239,7 @@ def _consume(c: _Cta, arrivals: int) -> bool:
             raise ValueError(f"takes {labels[0]} where the ring has {found[0]}")
         c.freed += len(labels)
     elif event[0] == "arrive":
-        c.arrived += 1
+        c.arrived[event[1]] += 1
     elif event[0] == "route":
         c.routes += 1
     c.c += 1

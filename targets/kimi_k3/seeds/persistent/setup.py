@@ -1,7 +1,5 @@
 """What a CTA of a persistent kernel does first: shared memory, mbarriers, the table of addresses."""
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32

@@ -57,9 +57,10 @@ def test_every_row_has_one_cta(preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "event"), [("consume", ("arrive",)), ("consume", ("route",)), ("produce", None)]
-)
-def test_a_lost_event_is_found(part: str, event: tuple[str] | None) -> None:
+    ("part", "event"),
+    [("consume", ("arrive", "all")), ("consume", ("arrive", "route")), ("consume", ("route",)), ("produce", None)],
+)  # fmt: skip
+def test_a_lost_event_is_found(part: str, event: tuple[str, ...] | None) -> None:
     op = op_of("tiny", 4, 16)
     programs = [lists(op, cta, 90) for cta in range(op.ctas)]
     broken = getattr(programs[3], part)
