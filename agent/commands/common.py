@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,13 +87,18 @@ def out_option(f: F) -> F:
 
 
 def workload_options(f: F) -> F:
-    """--target, --preset, --layers, --rows, --context, --set."""
+    """--target, --preset, --layers, --rows, --context, --verify, --kv, --weights, --option."""
     for option in reversed((
         click.option("--target", required=True, help="A name (see `kernelgen targets`) or path/to/file.py:Name."),
         click.option("--preset", default=None, help="Sizes.  [default: tiny on cpu, tp8 on cuda]"),
         click.option("--layers", type=click.IntRange(1), default=None, help="Number of layers."),
         click.option("--rows", type=click.IntRange(1), default=None, help="Tokens a step (M)."),
         click.option("--context", type=click.IntRange(0), default=None, help="Tokens in the caches."),
+        click.option("--verify", type=click.IntRange(2), default=None, metavar="Q",
+                     help="Verification: Q tokens a request, rows of a request together (option q)."),
+        click.option("--kv", default=None, metavar="FORMAT", help="Format of the latent cache (option kv)."),
+        click.option("--weights", type=click.Path(exists=True, file_okay=False, resolve_path=True), default=None,
+                     metavar="DIR", help="Real weights from *.safetensors (option weights)."),
         click.option("--option", "extra", multiple=True, metavar="NAME=VALUE", help="A target's own option."),
     )):  # fmt: skip
         f = option(f)
@@ -138,9 +143,15 @@ def chosen(target: Target, device: str, asked: dict[str, Any]) -> Options:
         preset = usual if usual in target.presets else target.presets[0]
     sizes = {k: asked[k] for k in ("layers", "rows", "context")}
     try:
-        return options(preset, sizes, asked["extra"])
+        return options(preset, sizes, (*asked["extra"], *shorthands(asked)))
     except ValueError as error:
         raise Usage(str(error)) from error
+
+
+def shorthands(asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """Options with a flag of their own, as NAME=VALUE."""
+    flags = {"q": "verify", "kv": "kv", "weights": "weights"}
+    return tuple(f"{n}={asked[flag]}" for n, flag in flags.items() if asked.get(flag) is not None)
 
 
 def find_target(name: str) -> Target:

@@ -97,11 +97,20 @@ def _programs() -> tuple[Path, ...]:
 
 
 def folders_of(job: JudgeJob) -> tuple[Path, ...]:
-    """What this job's child must read: its artifacts, and the folder of a target that is a file."""
+    """What this job's child must read: its artifacts, the folder of a target that is a file, and a checkpoint."""
     found = [p for p in (job.artifact, job.incumbent, job.timeline) if p is not None]
-    return tuple([*found, *_target_folders(job)])
+    return tuple([*found, *_target_folders(job), *_weight_folders(job)])
 
 
 def _target_folders(job: JudgeJob) -> Iterable[Path]:
     file, _, name = job.target.rpartition(":")
     return [Path(file).resolve().parent] if name and file.endswith(".py") else []
+
+
+def _weight_folders(job: JudgeJob) -> Iterable[Path]:
+    """`--weights`: real folders, as what a link points at is what is opened."""
+    named = dict(job.options.get("extra") or {}).get("weights")
+    folder = Path(str(named)) if named else None
+    if folder is None or not folder.is_dir():
+        return []
+    return sorted({folder.resolve(), *(f.resolve().parent for f in folder.glob("*.safetensors"))})

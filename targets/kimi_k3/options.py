@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from targets.base import Options, Scalar, UnknownOption
 from targets.kimi_k3.buffers import Shape
@@ -131,12 +132,17 @@ def _divides(part: str, s: Sizes, p: Shape) -> None:
 
 
 def _extra(target: str, part: str, options: Options) -> dict[str, Scalar]:
-    known = {*KNOWN.get(part, ()), *(["weights"] if part in MODEL_PARTS else [])}
+    loads = part in MODEL_PARTS and target.startswith("kimi-k3-")
+    known = {*KNOWN.get(part, ()), *(["weights"] if loads else [])}
     for name, value in options.extra.items():
         if name not in known:
             raise UnknownOption(
                 f"{target} has no option {name!r}; there are {', '.join(sorted(known)) or 'none'}"
             )
+        if name == "weights":
+            folder = Path(str(value))
+            if not folder.is_absolute() or not any(folder.glob("*.safetensors")):
+                raise UnknownOption(f"weights {value}: no absolute path of a folder with *.safetensors")
         if name in CHOICES and value not in CHOICES[name]:
             raise UnknownOption(f"{name} {value!r}: {' or '.join(CHOICES[name])}")
     return dict(options.extra)

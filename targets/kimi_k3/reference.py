@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from targets.base import Workload
-from targets.kimi_k3 import disturb, generate
+from targets.kimi_k3 import checkpoint, disturb, generate
 from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, Schedule
 from targets.kimi_k3.maths.step import Step, walk
 from targets.kimi_k3.options import Run, resolve, split
@@ -36,6 +36,8 @@ class KimiReference:
     schedules = tuple(name for name in SCHEDULES if name != ORACLE.name)
 
     def weights(self, w: Workload, seed: int, device: str) -> Tensors:
+        if w.options.extra.get("weights"):
+            return checkpoint.load(w, device)
         return generate.weights(w, seed, device)
 
     def states(self, w: Workload, seed: int, device: str) -> Tensors:
