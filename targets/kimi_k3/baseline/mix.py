@@ -26,7 +26,8 @@ class MixBaseline:
     name = "mix"
 
     def prepare(self, w: Workload, tensors: Tensors) -> None:
-        """Once per set of tensors. Raises ImportError without triton, RuntimeError without a GPU."""
+        """Once per set of tensors. Raises ImportError without triton, NotImplementedError for a variant."""
+        _refuse(w)
         self.part = w.target.removeprefix("kimi-k3-")
         self.run: Run = resolve(self.part, w.options)
         self.t = tensors
@@ -128,6 +129,14 @@ class MixBaseline:
             )
             self._add(self.make.attn_res(banks, mix, mixed))
             prefix = t["outputs.prefix"]
+
+
+def _refuse(w: Workload) -> None:
+    """Variants that these kernels do not compute must not be timed as if they did."""
+    plain = {"q": (1,), "kv": ("bf16",), "experts": ("mxfp4",), "taps": ("none",)}
+    odd = [k for k, known in plain.items() if w.options.extra.get(k, known[0]) not in known]
+    if odd or not w.target.startswith("kimi-k3-"):
+        raise NotImplementedError(f"the mix has no kernels for {', '.join(odd) or w.target}")
 
 
 def _sum(x: Tensor, y: Tensor, out: Tensor) -> Launch:

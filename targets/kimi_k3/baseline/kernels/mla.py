@@ -32,16 +32,17 @@ def query_kernel(
         pe = tl.load(at + NOPE + r)
         tl.store(to + LORA + r, pe, mask=(r >= 0) & (pid % parts == 0))
     else:
-        c = tl.arange(0, LORA)
-        scale = tl.load(kv_norm + c).to(tl.float32)
+        # names of its own: Triton gives a name one type in both branches
+        column = tl.arange(0, LORA)
+        scale = tl.load(kv_norm + column).to(tl.float32)
         begin(PDL)
         slot = tl.load(mapping + m)
         row = a + m * a_stride + LORA_Q
-        x = tl.load(row + c).to(tl.float32)
-        x = x / tl.sqrt(tl.sum(x * x, 0) / LORA + eps) * scale
-        to = kv + tl.maximum(slot, 0) * WIDTH
-        tl.store(to + c, x.to(tl.bfloat16), mask=(c >= 0) & (slot >= 0))
-        tl.store(to + LORA + r, tl.load(row + LORA + r), mask=(r >= 0) & (slot >= 0))
+        v = tl.load(row + column).to(tl.float32)
+        v = v / tl.sqrt(tl.sum(v * v, 0) / LORA + eps) * scale
+        cached = kv + tl.maximum(slot, 0) * WIDTH
+        tl.store(cached + column, v.to(tl.bfloat16), mask=(column >= 0) & (slot >= 0))
+        tl.store(cached + LORA + r, tl.load(row + LORA + r), mask=(r >= 0) & (slot >= 0))
 
 
 @triton.jit
