@@ -57,7 +57,8 @@ class JudgeJob:
 
     `options` selects the workload (`targets.base.Options` as a dict); `seed` None means secret and fresh. With
     `timeline`, a build of the same source with marks, nothing is judged: both are run, compared bit for bit, and the
-    verdict holds the waterfall alone.
+    verdict holds the waterfall alone. Baselines `usual`: `graph` at a screen, the target's strong ones beside it above.
+    `steps` > 0 is for reports: so many steps of every arm are timed one by one as well, and a screen checks less.
     """
 
     artifact: Path
@@ -66,11 +67,12 @@ class JudgeJob:
     device: str
     tier: Tier = Tier.SCREEN
     incumbent: Path | None = None
-    baselines: tuple[str, ...] = ("graph",)
+    baselines: tuple[str, ...] = ("usual",)
     seed: int | None = None
     deadline_s: float = 120.0
     compile_isolation: Mapping[str, Any] = field(default_factory=dict)
     timeline: Path | None = None
+    steps: int = 0
 
 
 class Compiler(Protocol):

@@ -109,6 +109,7 @@ def job_from_json(value: object) -> JudgeJob:
             deadline_s=_seconds(d["deadline_s"]),
             compile_isolation=dict(d["compile_isolation"]),
             timeline=None if d["timeline"] is None else Path(d["timeline"]),
+            steps=strict.integer(d["steps"], "job.steps", 0, 1_000_000),
         )
     except (TypeError, ValueError) as error:
         raise (

@@ -72,7 +72,8 @@ class Target(Protocol):
     """`reference` is `module:Class` (or `path/to/file.py:Class`) of a `targets.reference.Reference`.
 
     Optional: `baselines`, a mapping of names to `module:Class` with `prepare(workload, tensors)` and a `step()` that a
-    CUDA graph can capture; `floor_for(workload, ids)`, the floor for the experts in `outputs.ids` as nested lists.
+    CUDA graph can capture; `strong_baselines`, those of them without which nobody may speak of the best baseline;
+    `floor_for(workload, ids)`, the floor for the experts in `outputs.ids` as nested lists.
     """
 
     name: str

@@ -1,11 +1,12 @@
 """Baselines as arms of a timing run: trusted torch callables of the target, captured in a CUDA graph.
 
 A baseline is compared with the oracle once, so that nobody beats a baseline that does something else. Its launches are
-not counted.
+the kernels in its graph.
 """
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class BaselineArm:
     run: Callable[[], None]
     failure: Failure | None
     launches: int = 0
+    singles: tuple[Callable[[], None], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def replay(self) -> None:
         self.run()
@@ -58,7 +61,11 @@ def baseline_arm(name: str, where: str, lanes: Lanes, checker: Checker) -> Basel
 
     chain()
     case.device.synchronize()
-    return BaselineArm(name, steps, _captured(case, chain), failure)
+    whole, launches = _captured(case, chain)
+    wanted = made if case.job.steps else []
+    singles = tuple(_captured(case, one.step)[0] for one in wanted)
+    notes = tuple(getattr(made[0], "notes", ()))
+    return BaselineArm(name, steps, whole, failure, launches // steps, singles, notes)
 
 
 def _steps(lanes: Lanes, case: Case, made: list[Any]) -> int:
@@ -90,15 +97,31 @@ def _named(tensors: Mapping[str, torch.Tensor], case: Case, *groups: str) -> Ten
     return {b.name: tensors[b.name] for b in case.buffers(*groups)}
 
 
-def _captured(case: Case, chain: Callable[[], None]) -> Callable[[], None]:
+def _captured(case: Case, chain: Callable[[], None]) -> tuple[Callable[[], None], int]:
+    """A replay of what `chain` launches, and how many kernels that is; 0 where they cannot be counted."""
     if case.device.torch_device == "cpu":
-        return chain
-    graph: Any = torch.cuda.CUDAGraph()
+        return chain, 0
+    graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
     # torch's own capture: its allocator keeps the intermediates of a graph apart
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         chain()
 
+    launches = _kernels(graph)
+    graph.instantiate()
+
     def replay() -> None:
         graph.replay()
 
-    return replay
+    return replay, launches
+
+
+def _kernels(graph: Any) -> int:
+    """Kernel nodes of a captured graph."""
+    driver: Any = importlib.import_module("cuda.bindings.driver")
+    handle = driver.CUgraph(graph.raw_cuda_graph())
+    error, _, count = driver.cuGraphGetNodes(handle)
+    if int(error):
+        return 0
+    error, nodes, _ = driver.cuGraphGetNodes(handle, count)
+    kernel = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+    return sum(driver.cuGraphNodeGetType(n)[1] == kernel for n in nodes)

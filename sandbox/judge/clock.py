@@ -6,7 +6,7 @@ Event times resolve about half a microsecond; `overhead` is the cost of an empty
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,6 +38,27 @@ class CudaClock:
         self._device.synchronize()
         return float(self._watch.us())
 
+    def laps(self, works: Sequence[Callable[[], None]]) -> list[float]:
+        """Microseconds of each piece of work, all enqueued back to back with an event between."""
+        import torch
+
+        make: Any = torch.cuda.Event
+        stream = torch.cuda.current_stream()
+        marks = [make(enable_timing=True) for _ in range(len(works) + 1)]
+        marks[0].record(stream)
+        for work, mark in zip(works, marks[1:], strict=True):
+            work()
+            mark.record(stream)
+        self._device.synchronize()
+        return [
+            float(a.elapsed_time(b)) * 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)
+        ]
+
+    def joules(self) -> float | None:
+        """Energy since the driver was loaded; None where the GPU does not tell."""
+        found = self._meter().get("joules")
+        return None if found is None else float(found)
+
     def flush_l2(self) -> None:
         self._flusher.flush()
 
@@ -64,6 +85,7 @@ def _meter() -> Callable[[], Mapping[str, Any]]:
         "memory_mhz": lambda: int(nvml.device_get_clock_info(handle, nvml.ClockType.MEM)),
         "watts": lambda: int(nvml.device_get_power_usage(handle)) / 1000,
         "celsius": lambda: int(nvml.device_get_temperature_v(handle, nvml.TemperatureSensors.GPU)),
+        "joules": lambda: int(nvml.device_get_total_energy_consumption(handle)) / 1000,
         "throttle": lambda: throttle(int(nvml.device_get_current_clocks_event_reasons(handle))),
     }
 

@@ -18,7 +18,7 @@ from sandbox.judge.case import open_case, read_artifact
 from sandbox.judge.checks import Checker
 from sandbox.judge.ending import Ended
 from sandbox.judge.report import Draft, device_of
-from sandbox.judge.tiers import Effort, effort
+from sandbox.judge.tiers import Effort, brief, effort
 from sandbox.judge.trial import Trial
 from sandbox.verdict import Failure, Status, Verdict
 
@@ -43,7 +43,8 @@ def run(
         with torch.inference_mode():
             if job.timeline is not None:
                 return timeline.run(draft, device)
-            return _judge(job, device, draft, todo or effort(job.tier, device.kind))
+            asked = effort(job.tier, device.kind)
+            return _judge(job, device, draft, todo or (brief(asked) if job.steps else asked))
     except (Refused, Faulted) as end:
         return draft.ended(end.status, end.failure)
     except Ended as end:

@@ -62,7 +62,7 @@ def rank(case: Case, m: Measured, draft: Draft) -> Timed:
     incumbent = _against(m, "incumbent")
     cold = _cold_ratio(m)
     row = workload_timing(case, us, m.launches, m.floor_bytes)
-    fastest = min(m.baselines, key=m.us, default="")
+    fastest = _best(case, m, draft)
     detail = {
         "blocks": int(m.samples["candidate"].shape[0]), "steps_per_block": m.steps, "weight_sets": m.sets,
         "us": {a: m.us(a) for a in m.samples}, "us_quartiles": _quartiles(m.samples["candidate"]),
@@ -78,6 +78,17 @@ def rank(case: Case, m: Measured, draft: Draft) -> Timed:
     _describe(m, draft, case)
     timing = Timing("measured", (filled,), m.self_test.half_width, m.conditions)
     return Timed(outcome(incumbent, cold, m.self_test.margin), timing)
+
+
+def _best(case: Case, m: Measured, draft: Draft) -> str:
+    """The fastest baseline; none where those that deserve the name were not timed."""
+    strong: tuple[str, ...] = getattr(case.target, "strong_baselines", ())
+    if m.baselines and strong and not set(strong) & set(m.baselines):
+        draft.not_verified.append(
+            f"speed-up over the best baseline: {' or '.join(strong)} was not timed"
+        )
+        return ""
+    return min(m.baselines, key=m.us, default="")
 
 
 def outcome(incumbent: Ratio | None, cold: Ratio | None, margin: float) -> Outcome:

@@ -16,7 +16,7 @@ from sandbox.judge.lanes import Lanes
 from sandbox.judge.report import Draft
 from sandbox.judge.rig import Rig
 from sandbox.judge.tiers import Effort
-from sandbox.verdict import Failure
+from sandbox.verdict import Failure, Tier
 
 CANDIDATE, TWIN, INCUMBENT = "candidate", "twin", "incumbent"
 
@@ -34,6 +34,7 @@ class Session:
     lanes: Lanes
     arms: list[Arm] = field(default_factory=list)
     conditions: list[dict[str, Any]] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
     timed_us: float = 0.0
 
     def plan_arms(self) -> list[PlanArm]:
@@ -91,14 +92,23 @@ def make_arms(s: Session, rival: tuple[Artifact, Program] | None) -> None:
         s.arms.append(incumbent)
         reference = incumbent
     s.arms.append(Twin(reference))
-    for name in s.case.job.baselines:
+    for name in named_baselines(s.case):
         _add_baseline(s, name)
+
+
+def named_baselines(case: Case) -> tuple[str, ...]:
+    """The job's, with `usual` spelled out: the target's strong ones take time that a screen does not have."""
+    strong: tuple[str, ...] = getattr(case.target, "strong_baselines", ())
+    usual = ("graph",) if case.job.tier is Tier.SCREEN else ("graph", *strong)
+    found = [n for x in case.job.baselines for n in (usual if x == "usual" else (x,))]
+    return tuple(dict.fromkeys(found))
 
 
 def _add_baseline(s: Session, name: str) -> None:
     """A baseline is a comparison: where it fails, that is said and the candidate's verdict does not hang on it."""
     where = getattr(s.case.target, "baselines", {}).get(name)
     if where is None:
+        s.skipped[name] = "this target has none"
         s.draft.not_verified.append(f"baseline {name}: this target has none")
         return
     try:
@@ -106,10 +116,12 @@ def _add_baseline(s: Session, name: str) -> None:
     except Faulted:
         raise
     except Exception as error:
+        s.skipped[name] = f"{type(error).__name__}: {str(error)[:300]}"
         s.draft.findings.append(Failure("baseline", f"baseline {name} failed: {str(error)[:300]}"))
         return
     if arm.failure is not None:
         message = f"baseline {name} is wrong and not timed: {arm.failure.message}"
+        s.skipped[name] = f"wrong: {arm.failure.message}"
         s.draft.findings.append(Failure("baseline", message, arm.failure.where))
         return
     s.arms.append(arm)

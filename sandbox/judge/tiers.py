@@ -35,6 +35,11 @@ FULL = Effort(
 PROMOTE = replace(FULL, seeds=12, long=32, repeats=104, held_out=True)
 
 
+def brief(e: Effort) -> Effort:
+    """For a report of times: one trajectory against the oracle, a few blocks. It says so in what was checked."""
+    return replace(e, seeds=1, steps=2, repeats=2, blocks=min(e.blocks, 8), chain=16, long=0)
+
+
 def effort(tier: Tier, kind: str) -> Effort:
     """The cpu device interprets the same launches at a fraction of the speed and is deterministic but for its
     schedules, so it repeats less and is not timed in blocks."""

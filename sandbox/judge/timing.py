@@ -13,7 +13,7 @@ import numpy as np
 from sandbox.artifact import Artifact
 from sandbox.devices.base import Bound, Program, Timer
 from sandbox.judge import lanes as lane_memory
-from sandbox.judge import modelled, ranking, stats
+from sandbox.judge import modelled, ranking, series, stats
 from sandbox.judge.arms import PlanArm
 from sandbox.judge.chains import ChainCheck
 from sandbox.judge.checks import Checker
@@ -69,7 +69,7 @@ def _timed(
         message = f"one kernel against itself differs: {measured.self_test.ratio}; the machine is not quiet"
         raise Ended(Status.INFRA, Failure("aa", message))
     draft.seconds["gpu_timed"] = round(session.timed_us / 1e6, 6)
-    return ranking.rank(case, measured, draft)
+    return series.added(ranking.rank(case, measured, draft), session)
 
 
 def _measure(s: Session) -> Measured:

@@ -52,7 +52,7 @@ from functools import partial
 
 from targets.base import Floor, Options, Workload, register
 from targets.kimi_k3 import floors, seeds
-from targets.kimi_k3.baseline import BASELINES
+from targets.kimi_k3.baseline import BASELINES, STRONG
 from targets.kimi_k3.brief import brief as equations
 from targets.kimi_k3.layout import BUILD
 from targets.kimi_k3.options import counts, dims, resolve
@@ -77,6 +77,15 @@ class KimiTarget:
     def baselines(self) -> Mapping[str, str]:
         """Name -> `module:Class` with `prepare(w, tensors)` (once) and `step()` (capturable, writes in place)."""
         return BASELINES
+
+    @property
+    def strong_baselines(self) -> tuple[str, ...]:
+        """Without one of these nobody may speak of the best baseline."""
+        return STRONG
+
+    def model_layers(self, options: Options) -> int:
+        """Layers of the whole model, of which a workload is a slice."""
+        return FAMILIES[self.family][options.preset].sizes.total_layers
 
     @property
     def brief(self) -> str:

@@ -6,3 +6,4 @@ BASELINES = {
     "mix": "targets.kimi_k3.baseline.mix:MixBaseline",
 }
 """Name -> `module:Class`: torch operations, the same through torch.compile, and the best mix of what runs here."""
+STRONG = ("mix",)

@@ -13,6 +13,7 @@ import torch
 from sandbox.devices.fake import FakeDevice
 from sandbox.jobs import JudgeJob
 from sandbox.judge import judge
+from sandbox.judge.session import named_baselines
 from sandbox.judge.tiers import FULL, SCREEN
 from sandbox.verdict import Outcome, Status, Tier, Verdict, WorkloadTiming
 from tests.sandbox.judge import toy
@@ -243,3 +244,48 @@ def test_an_incumbent_that_is_not_stable_is_left_out(tmp_path: Path) -> None:
     v = run(job, FakeDevice({"k": toy.right, "old": old}, "cuda", {"k": 10.0, "old": 20.0}))
     assert v.status is Status.PASSED and v.outcome is Outcome.NOT_TIMED
     assert any(f.rule == "incumbent" for f in v.findings) and row(v).speedup_incumbent is None
+
+
+class _Strong(toy.Toy):
+    """A target whose graph baseline alone is not the best there is."""
+
+    strong_baselines = ("mix",)
+
+
+def test_the_best_baseline_is_named_only_if_a_strong_one_was_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "open_case", _with_target(judge.open_case, _Strong()))
+    v = timed(tmp_path, {"k": 10.0}, baselines=("graph", "mix"))
+    t = row(v)
+    assert t.best_baseline == "" and t.speedup_best is None and t.speedup_graph is not None
+    assert t.detail["skipped"] == {"mix": "this target has none"}
+    assert any("mix was not timed" in line for line in v.not_verified)
+
+
+def _with_target(open_case: Callable[..., Any], target: toy.Toy) -> Callable[..., Any]:
+    return lambda *a: replace(open_case(*a), target=target)
+
+
+def test_usual_baselines_are_more_above_a_screen(tmp_path: Path) -> None:
+    made = toy.saved(tmp_path, toy.artifact(("k",)))
+    for tier, wanted in ((Tier.SCREEN, ("graph",)), (Tier.FULL, ("graph", "mix"))):
+        case = judge.open_case(
+            JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", tier), FakeDevice({})
+        )
+        assert named_baselines(replace(case, target=_Strong())) == wanted
+
+
+def test_steps_are_timed_one_by_one_for_reports(tmp_path: Path) -> None:
+    made = toy.saved(tmp_path, toy.artifact(("k",)))
+    job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=("graph",), steps=40)
+    device = FakeDevice({"k": toy.right}, "cuda", {"k": 10.0}, noise=0.002)
+    v = judge.run(job, device)
+    arms = row(v).detail["arms"]
+    assert set(arms) == {"candidate", "graph"}
+    own = arms["candidate"]
+    assert own["steps"] == 40 and own["launches"] == 1
+    assert own["p50_us"] == pytest.approx(10.0, rel=0.01)
+    assert own["p50_us"] <= own["p95_us"] <= own["p99_us"]
+    assert own["isolated_us"] == pytest.approx(10.0, rel=0.01)
+    assert v.correctness is not None and v.correctness.seeds == 1
