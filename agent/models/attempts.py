@@ -179,12 +179,15 @@ class Call:
 def keep(files: RunFiles, log: WireLog) -> None:
     """A log with an end becomes a row on disk. Repeated after a kill it does the same."""
     assert log.end is not None
-    row, q = log.end, log.question
-    target = files.call(q["scope"], q["n"])
-    if not row.get("final"):
-        target = files.attempt(q["scope"], q["n"], q["attempt"])
-    write_json(target, row)
+    write_json(_place(files, log), log.end)
     log.remove()
+
+
+def _place(files: RunFiles, log: WireLog) -> Path:
+    q = log.question
+    if log.end is not None and log.end["final"]:
+        return files.call(q["scope"], q["n"])
+    return files.attempt(q["scope"], q["n"], q["attempt"])
 
 
 def lose(files: RunFiles, log: WireLog) -> None:
@@ -217,16 +220,19 @@ def sweep(files: RunFiles, model: Model | None, give_up: bool = False) -> None:
 
 
 def charged(log: WireLog) -> Spent:
-    """What an attempt without an end counts as."""
+    """What an attempt counts as: its estimate until its end is known."""
+    if log.end is not None:
+        tokens = log.end["input_tokens"] + log.end["output_tokens"]
+        return Spent(usd=log.end["cost"] or 0.0, tokens=tokens)
     return Spent(usd=log.question["cost"] or 0.0, tokens=log.question["tokens"])
 
 
 def still_open(files: RunFiles) -> Spent:
-    """What attempts without an end count as, all together."""
+    """What attempts count as that have no row yet, all together."""
     total = Spent()
     for path in files.wires():
         log = WireLog.read(path)
-        if log is not None:
+        if log is not None and not (log.end and _place(files, log).exists()):
             total += charged(log)
     return total
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -24,14 +24,22 @@ class Answer:
     cut: bool = False
     delay: float = 0.0
     cached: int = 0
+    hang_after: int = 1000  # events; then the connection stays open and silent
+    fetched: list[str] = field(default_factory=list)  # states that fetching by id meets, then done
 
 
 @dataclass
 class Server:
+    """`requests`: what was asked and is paid; `fetches`: ids that were asked for again."""
+
     url: str
     answers: list[Answer]
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    fetches: list[str] = field(default_factory=list)
+    kept: dict[str, Answer] = field(default_factory=dict)
+    sent: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
@@ -54,7 +62,41 @@ def serve(*answers: Answer) -> Iterator[Server]:
                 self._plain(answer)
             else:
                 make = {"/v1/messages": messages, "/v1/responses": responses}.get(self.path, chat)
-                self._stream(make(answer))
+                events = make(answer)
+                if self.path == "/v1/responses":
+                    events = self._created(answer) + events
+                self._stream(events, answer.hang_after)
+
+        def _created(self, answer: Answer) -> list[tuple[str, Any]]:
+            """The first event of a response; one in the background is kept under its id."""
+            asked = state.requests[-1]
+            name = f"resp_{len(state.requests)}"
+            if asked.get("store") and asked.get("background"):
+                state.kept[name] = answer
+            first = {
+                **responses(replace(answer, cut=False))[-1][1]["response"],
+                "id": name,
+                "status": "in_progress",
+            }
+            first |= {"usage": None, "error": None, "incomplete_details": None}
+            first |= {k: asked.get(k, False) for k in ("store", "background")}
+            event = {"type": "response.created", "response": first, "sequence_number": 0}
+            return [("response.created", event)]
+
+        def do_GET(self) -> None:
+            name = self.path.rpartition("/")[2]
+            state.fetches.append(name)
+            answer = state.kept.get(name)
+            if answer is None:
+                missing = {"error": {"message": "no such response", "type": "x"}}
+                return self._plain(Answer(status=404, error=missing))
+            whole = {**responses(replace(answer, cut=False))[-1][1]["response"], "id": name}
+            part = {"type": "output_text", "text": answer.text, "annotations": []}
+            item = {"type": "message", "id": "i", "role": "assistant", "status": "completed"}
+            whole["output"] = [{**item, "content": [part]}]
+            if answer.fetched:
+                whole |= {"status": answer.fetched.pop(0), "usage": None, "output": []}
+            return self._plain(Answer(status=200, error=whole))
 
         def _plain(self, answer: Answer) -> None:
             data = json.dumps(answer.error).encode()
@@ -66,16 +108,19 @@ def serve(*answers: Answer) -> Iterator[Server]:
             self.end_headers()
             self.wfile.write(data)
 
-        def _stream(self, events: list[tuple[str, Any]]) -> None:
+        def _stream(self, events: list[tuple[str, Any]], most: int) -> None:
             self.send_response(200)
             self.send_header("content-type", "text/event-stream")
             self.send_header("connection", "close")
             self.end_headers()
-            for name, event in events:
+            for name, event in events[:most]:
                 data = event if isinstance(event, str) else json.dumps(event)
                 line = f"event: {name}\n" if name else ""
                 self.wfile.write(f"{line}data: {data}\n\n".encode())
                 self.wfile.flush()
+            if most < len(events):
+                state.sent.set()
+                state.over.wait(30)
             self.close_connection = True
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -85,6 +130,7 @@ def serve(*answers: Answer) -> Iterator[Server]:
     try:
         yield state
     finally:
+        state.over.set()
         server.shutdown()
         server.server_close()
 
