@@ -66,6 +66,7 @@ def repeat(rig: Rig, m: Moment, times: int) -> Repeats:
     for n in range(times):
         where = Where(m.where.seed, m.where.step, f"repeat {n + 1} of {times}", m.where.axes)
         kind = poison.CYCLE[n % len(poison.CYCLE)]
+        reorder(rig, n)
         other = again(rig, m, (kind, rig.case.seeds.of("scratch", n)), where)
         found = difference(m, other)
         if found is not None:
@@ -74,6 +75,14 @@ def repeat(rig: Rig, m: Moment, times: int) -> Repeats:
         if len(some) < KEPT_REPEATS:
             some.append(other)
     return Repeats(times, differing, failure, tuple(some))
+
+
+def reorder(rig: Rig, n: int) -> None:
+    """Where the device decides the order of blocks and warps (cpu), draw another one for the launches that follow."""
+    if rig.device.kind == "cpu":
+        order = getattr(rig.program, "reorder", None)
+        if order is not None:
+            order(rig.case.seeds.of("order", n))
 
 
 def difference(a: Moment, b: Moment) -> Failure | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
@@ -75,19 +76,9 @@ class CpuBound:
 
     def profile(self) -> list[dict[str, Any]]:
         """What the model says of each launch of the last run: microseconds by part, bytes by level, opcodes."""
-        from sandbox.devices.cpu.model import launch_model, opcodes
+        from sandbox.devices.cpu.explain import rows
 
-        rows = []
-        for launch, kernel, counts in self._counts:
-            m = launch_model(launch, kernel, counts, self._regions)
-            work = m.demands[m.bound]
-            parts = {"launch": m.launch, "work": work, "barriers": m.barriers, "edges": m.edges}
-            rows.append({
-                "kernel": launch.kernel, "us": 1e6 * m.seconds, "parts": {k: 1e6 * v for k, v in parts.items()},
-                "bound": m.bound, "bytes": m.memory_bytes, "l2_bytes": m.l2_bytes, "shared_bytes": m.shared_bytes,
-                "instructions": m.instructions, "opcodes": opcodes(kernel, counts),
-            })  # fmt: skip
-        return rows
+        return rows(self._counts, self._regions)
 
     def counts(self) -> list[tuple[Launch, Translated, Counts]]:
         """What each launch of the last run executed."""
@@ -131,6 +122,11 @@ class CpuProgram:
             if key not in self._kernels:
                 self._kernels[key] = translate(entry, module, data, self.policy.exact)
             _check_launch(item, self._kernels[key])
+
+    def reorder(self, seed: int) -> None:
+        """Later launches run their blocks and warps in the order of that seed."""
+        with self.lock:
+            self.policy = replace(self.policy, **_order(seed))
 
     def kernel(self, plan: LaunchPlan, name: str) -> Translated:
         return self._kernels[plan.ptx, name]
@@ -233,6 +229,16 @@ def _check_launch(item: Launch, kernel: Translated) -> None:
         raise _plan_error("parameters", "offsets lie outside the parameter block")
 
 
+class Order(TypedDict):
+    seed: int
+    lazy: bool
+
+
+def _order(seed: int) -> Order:
+    """Fields of a policy: the order, and whether copies complete late (even seeds) or at once."""
+    return {"seed": seed & 0x7FFFFFFF, "lazy": seed % 2 == 0}
+
+
 class CpuDevice:
     """Device `cpu`. `seed` permutes the order of blocks and warps; `mode` exact adds the race check, at a price."""
 
@@ -242,13 +248,8 @@ class CpuDevice:
     def __init__(
         self, seed: int = 0, mode: Literal["fast", "exact"] = "fast", budget: int | None = None
     ) -> None:
-        base = Policy()
-        self.policy = Policy(
-            seed=seed,
-            exact=mode == "exact",
-            lazy=seed % 2 == 0,
-            budget=base.budget if budget is None else budget,
-        )
+        plain = Policy(exact=mode == "exact", **_order(seed))
+        self.policy = plain if budget is None else replace(plain, budget=budget)
 
     def facts(self) -> DeviceFacts:
         """The machine whose launches are imitated is an H200; the memory is this machine's."""

@@ -11,6 +11,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -21,7 +22,9 @@ from sandbox.devices.cpu import report
 from sandbox.devices.cpu.translate import Translated, runtime
 from sandbox.verdict import Failure, Status
 
+Words = np.ndarray[tuple[int], np.dtype[np.int64]]
 SMS = 132
+MAX_SAMPLE = 64 << 20  # bytes of counters of sampled threads
 SMEM_PER_SM = 233472
 MAX_FINDINGS = 64
 MAX_AGENTS = 4096
@@ -43,25 +46,42 @@ class Region:
 
 @dataclass(frozen=True)
 class Policy:
-    """How launches run. `lazy`: copies complete as late as allowed. `budget`: work before a hang is assumed."""
+    """How launches run. `lazy`: copies complete as late as allowed. `budget`: work before a hang is assumed.
+    `sampled`: blocks whose threads are counted one by one, for the model."""
 
     seed: int = 0
     exact: bool = False
     lazy: bool = True
     budget: int = 40_000_000_000
     max_forced: int = 1_000_000
+    sampled: int = 2
 
 
 @dataclass
 class Counts:
-    """What a launch did: executions per basic block and what only the runtime counts."""
+    """What a launch did. `common`: executions per basic block of all threads but those of sampled blocks; `threads`:
+    theirs, [sample, thread, basic block]."""
 
-    blocks: np.ndarray[tuple[int], np.dtype[np.int64]]
+    common: Words
+    threads: np.ndarray[tuple[int, int, int], np.dtype[np.int64]]
     bulk_read: int = 0
     bulk_written: int = 0
     barriers: int = 0
     cluster_phases: int = 0
     site_regions: Mapping[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def blocks(self) -> Words:
+        """Executions per basic block, of all threads."""
+        return np.asarray(self.common + self.threads.sum(axis=(0, 1)))
+
+    @cached_property
+    def warps(self) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
+        """Executions per warp, [sample, warp, basic block]: what its busiest lane did."""
+        samples, threads, blocks = self.threads.shape
+        full = np.zeros((samples, -(-threads // 32) * 32, blocks), np.int64)
+        full[:, :threads] = self.threads
+        return np.asarray(full.reshape(samples, -1, 32, blocks).max(axis=2))
 
 
 class Memory:
@@ -122,8 +142,8 @@ def run(
         hang = status >= L.H_DEADLOCK
         raise Faulted(Status.HANG if hang else Status.FAULT, failure)
     counts = Counts(
-        keep["counters"], record.get(L.C_BULKBYTES), record.get(L.C_BULKWRITTEN), record.get(L.C_BARRIERS),
-        record.get(L.C_CLUSTERPHASES), _site_regions(keep["sites"], regions),
+        keep["counters"], keep["sampled"], record.get(L.C_BULKBYTES), record.get(L.C_BULKWRITTEN),
+        record.get(L.C_BARRIERS), record.get(L.C_CLUSTERPHASES), _site_regions(keep["sites"], regions),
     )  # fmt: skip
     return counts, findings
 
@@ -183,9 +203,22 @@ def _fill(
     record.put(L.C_FRAMEBYTES, kernel.frame_bytes)
     record.put(L.C_LOCAL, kernel.local_bytes)
     record.put(L.C_STATIC, kernel.entry.param_bytes)
+    keep |= _sample(record, launch, policy.sampled)
     if policy.exact:
         keep |= _race(record, launch, table, ordered)
     return keep
+
+
+def _sample(record: Record, launch: Launch, wanted: int) -> dict[str, np.ndarray]:
+    """Counters for the threads of a few blocks, spread evenly over the grid."""
+    blocks, threads, size = math.prod(launch.grid), record.get(L.C_THREADS), record.get(L.C_NBB)
+    count = min(wanted, blocks, MAX_SAMPLE // (8 * threads * max(1, size)))
+    sampled = np.zeros((count, threads, max(1, size)), np.int64)
+    rows = np.zeros(blocks, np.int64)
+    for i in range(count):
+        rows[(2 * i + 1) * blocks // (2 * count)] = int(sampled[i].ctypes.data)
+    record.put(L.C_PROFILE, int(rows.ctypes.data) if count else 0)
+    return {"sampled": sampled, "sample rows": rows}
 
 
 def _race(

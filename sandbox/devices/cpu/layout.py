@@ -40,7 +40,7 @@ C_NFOUND = 304
 C_MAXFOUND = 312
 C_NBB = 320
 C_EFFECTS = 328  # a byte per basic block: 1 when it changes memory
-C_EFFSUM = 336
+C_EFFSUM = 336  # effects of threads that count for themselves, in forced rounds
 C_FORCED = 344
 C_MAXFORCED = 352
 C_EXACT = 360
@@ -69,6 +69,7 @@ C_OBJECTVC = 552
 C_FENCEVC = 560
 C_READVC = 568
 C_LANESYNC = 576
+C_PROFILE = 584  # per block of the grid: counters of its threads, or 0; 0 when no block is sampled
 C_BYTES = 640
 
 # --- BLOCK

@@ -1,191 +1,206 @@
 """Modelled time of launches: what an H200 would roughly need for the work that was counted. Never a measurement.
 
-A launch costs its start, plus the largest of four demands (bytes from memory, bytes from L2, issue slots,
-tensor cores) and of the time one warp needs for its own instructions, plus what cannot overlap: barriers of a
-block and edges between blocks. Bytes from memory are each buffer's touched bytes, once; all traffic counts
-for L2. Deterministic: equal counts, equal time. It knows no bank conflicts, no sector waste, no skew between
-SMs; docs/cpu-coverage.md says how far it is from the hardware.
+Each basic block of a kernel is scheduled once on one warp: operations start when their operands are there, loads take
+the latency of where their data lie, what ptxas may move moves. Times how often a warp ran the block, that is what the
+slowest warp of a thread block needs; blocks that do not fit an SM at once follow one another. Against that stand what
+all warps of the busiest SM issue, move through L1 and shared memory, and what the chip moves from L2 and memory. The
+launch itself and the first fetch of its instructions come on top. It knows no bank conflicts, no sector waste and no
+skew between SMs; docs/cpu-timing.md says how far it is from the hardware.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sandbox.artifact import Launch
-from sandbox.devices.cpu.kernel import BITS
-from sandbox.devices.cpu.ptx_ast import Instr
+from sandbox.devices.cpu.facts import Facts, Residency, facts_of
+from sandbox.devices.cpu.timing_code import Code, Op, access_bytes
 
 if TYPE_CHECKING:
     from sandbox.devices.cpu.execute import Counts, Region
     from sandbox.devices.cpu.translate import Translated
 
+LATENCY = {
+    "alu": 4.5, "free": 1.0, "convert": 6.0, "special": 22.0, "divide": 100.0, "double": 16.0, "param": 30.0,
+    "local": 30.0, "shared": 30.0, "store shared": 2.0, "atom shared": 60.0, "store": 2.0, "shuffle": 24.0,
+    "warp": 6.0, "mma": 34.0, "ldmatrix": 34.0, "stmatrix": 10.0, "mbarrier": 40.0, "bulk": 10.0, "copy": 2.0,
+}  # fmt: skip
+"""Clocks until a result can be used, as published for this architecture."""
+SLOTS = {"special": 2.0, "divide": 20.0, "double": 2.0, "convert": 2.0, "shuffle": 2.0, "mma": 2.0}
+"""Issue slots that an operation takes, where it is more than one."""
+COPIES = {"copy", "bulk"}
+
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of the modelled GPU: bytes a second, hertz, seconds. Figures of one H200, measured or published."""
+    """The modelled GPU: bytes a second, hertz, seconds, clocks. Published figures of one H200; those named in `fitted`
+    come from measurements (benchmarks/cpu_timing.py)."""
 
     sms: int = 132
     clock: float = 1.755e9
-    memory_rate: float = 4.39e12
+    threads_per_sm: int = 2048
+    registers_per_sm: int = 65536
+    smem_per_sm: int = 233472
     l2_rate: float = 8.0e12
-    sm_memory_rate: float = 60e9
-    smem_bytes_per_clock: int = 128
-    issue_per_clock: int = 4
-    dependent_clocks: float = 6.0
-    tensor_flops: float = 4096.0  # bf16 multiply-adds, counted as two, of one SM in a clock
-    special_per_clock: int = 16
+    l1_bytes_per_clock: float = 64.0
+    smem_bytes_per_clock: float = 128.0
+    tensor_flops: float = 4096.0
+    issue_per_clock: float = 4.0
+    memory_rate: float = 4.3e12
+    far: float = 900.0
+    near: float = 300.0
+    barrier: float = 35.0
+    cluster_barrier: float = 400.0
+    fence: float = 600.0
     launch: float = 2.4e-6
-    block_barrier: float = 25e-9
-    cluster_barrier: float = 0.25e-6
-    edge: float = 1.0e-6
+    launch_early: float = 1.4e-6
+    fetch: float = 1.0
+    sharpness: float = 4.0
+    spare_registers: int = 16
+    fitted: tuple[str, ...] = field(
+        default=("memory_rate", "far", "near", "barrier", "launch", "launch_early", "fetch", "sharpness")
+    )
 
 
 H200 = Machine()
-SPECIAL = {"ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt"}
 
 
-@dataclass
-class Work:
-    """Totals over all threads of a launch."""
-
-    instructions: int = 0
-    special: int = 0
-    tensor: float = 0.0
-    shared: int = 0
-    moved: int = 0
-    releases: int = 0
-
-
-def access_bytes(instr: Instr) -> int:
-    """Bytes that one thread moves in an ld, st, atom or red."""
-    count = next((int(p[1:]) for p in instr.parts if p in ("v2", "v4", "v8")), 1)
-    return BITS.get(instr.parts[-1], 32) // 8 * count
+def latency(op: Op, far: frozenset[int], g: Machine) -> float:
+    if op.kind == "global":
+        return g.far if op.site in far else g.near
+    if op.kind in ("atom", "fence"):
+        return g.near * 2 if op.kind == "atom" else g.fence
+    if op.kind == "barrier":
+        return g.barrier
+    if op.kind == "cluster":
+        return g.cluster_barrier
+    return LATENCY.get(op.kind, 4.5)
 
 
-def _mma_flops(instr: Instr) -> float:
-    for part in instr.parts:
-        if part[0] == "m" and "n" in part and "k" in part and part[1:2].isdigit():
-            m, rest = part[1:].split("n")
-            n, k = rest.split("k")
-            return 2.0 * int(m) * int(n) * int(k) / 32  # of one thread
-    return 0.0
+def block_clocks(
+    ops: Sequence[Op], ready: Mapping[int, float], far: frozenset[int], g: Machine
+) -> tuple[float, dict[int, float]]:
+    """Clocks of one warp alone in a basic block until its last operation starts, and when registers will be ready
+    after that. `ready`: the same for registers on entry."""
+    have = {r: t for r, t in ready.items() if t > 0}
+    floor, last, slots, copies = 0.0, 0.0, 0.0, 0.0
+    for op in ops:
+        start = floor
+        for r in op.uses:
+            t = have.get(r, 0.0)
+            if t > start:
+                start = t
+        if op.order:
+            # memory operations in program order: nothing later is moved before it, nor it before what is earlier
+            start = max(start, last, slots)
+        if op.kind == "bulk" and copies > start:
+            start = copies
+        done = start + latency(op, far, g)
+        if op.kind == "copy":
+            copies = max(copies, start + (g.far if op.site in far else g.near))
+        for r in op.defs:
+            have[r] = done
+        if op.order:
+            floor = done if op.kind in ("barrier", "cluster", "fence") else start
+        last = max(last, start)
+        slots += SLOTS.get(op.kind, 1.0)
+    clocks = max(last + 1.0, slots, floor)
+    return clocks, {r: t - clocks for r, t in have.items() if t > clocks}
 
 
-def count(kernel: Translated, counts: Counts) -> Work:
-    """Static instructions times how often their blocks ran."""
-    work = Work()
-    for index, instrs in enumerate(kernel.blocks):
-        times = int(counts.blocks[index])
-        if times == 0:
-            continue
-        work.instructions += times * len(instrs)
-        for i in instrs:
-            op = i.parts[0]
-            if op in ("ld", "st", "atom", "red"):
-                size = access_bytes(i) * times
-                if any(p.startswith("shared") for p in i.parts):
-                    work.shared += size
-                elif "param" not in i.parts and "local" not in i.parts:
-                    work.moved += size
-                if op in ("atom", "red") and ("release" in i.parts or "acq_rel" in i.parts):
-                    work.releases += times
-            elif op in SPECIAL:
-                work.special += times
-            elif op == "mma":
-                work.tensor += _mma_flops(i) * times
-    return work
-
-
-def touched(kernel: Translated, counts: Counts, regions: Mapping[str, Region]) -> int:
-    """Bytes that must come from or go to memory: per buffer what instructions moved, at most its size."""
-    per: dict[str, int] = {}
-    times = {id(i): int(counts.blocks[b]) for b, instrs in enumerate(kernel.blocks) for i in instrs}
-    for site, name in counts.site_regions.items():
-        instr = kernel.sites[site]
-        if instr is not None and instr.parts[0] in ("ld", "st", "atom", "red"):
-            per[name] = per.get(name, 0) + access_bytes(instr) * times.get(id(instr), 0)
-    total = sum(min(size, regions[name].size) for name, size in per.items() if name in regions)
-    return total + counts.bulk_read + counts.bulk_written
+def costs(code: Code, total: np.ndarray, far: frozenset[int], g: Machine) -> np.ndarray:
+    """Clocks of each basic block as it runs most often: entered from where it is entered most."""
+    n = len(code.blocks)
+    source = [-1] * n
+    best = [0.0] * n
+    for p in range(n):
+        for s in code.succs[p]:
+            weight = min(int(total[p]), int(total[s]))
+            if weight and weight >= best[s]:
+                best[s], source[s] = weight, p
+    out = np.zeros(n)
+    left: list[dict[int, float]] = [{} for _ in range(n)]
+    for _ in range(3):
+        for b in range(n):
+            if total[b]:
+                entry = left[source[b]] if source[b] >= 0 else {}
+                out[b], left[b] = block_clocks(code.blocks[b], entry, far, g)
+    return out
 
 
 @dataclass(frozen=True)
-class Modelled:
-    """One launch: seconds of its parts, what it moved in bytes, what it executed. `bound`: the largest demand."""
+class Load:
+    """Sums over one thread block, from its warps: issue slots, bytes through L1 and shared memory, flops."""
 
-    launch: float
-    demands: Mapping[str, float]
-    barriers: float
-    edges: float
-    memory_bytes: int
-    l2_bytes: int
-    shared_bytes: int
-    instructions: int
-
-    @property
-    def bound(self) -> str:
-        return max(self.demands, key=lambda k: self.demands[k])
-
-    @property
-    def seconds(self) -> float:
-        return self.launch + self.demands[self.bound] + self.barriers + self.edges
+    slots: float
+    global_bytes: float
+    shared_bytes: float
+    flops: float
 
 
-def launch_seconds(
-    launch: Launch, kernel: Translated, counts: Counts, regions: Mapping[str, Region]
-) -> float:
+def load_of(f: Facts) -> Load:
+    slots = np.zeros(len(f.code.blocks))
+    wide, shared, flops = (np.zeros(len(f.code.blocks)) for _ in range(3))
+    for b, ops in enumerate(f.code.blocks):
+        for op in ops:
+            slots[b] += SLOTS.get(op.kind, 1.0)
+            if op.kind in ("global", "store", "atom", "copy"):
+                wide[b] += op.bytes
+            elif op.kind in ("shared", "store shared", "atom shared"):
+                shared[b] += op.bytes
+            flops[b] += op.flops
+    per_block = f.warps.sum(axis=1).mean(axis=0)
+    lanes = f.total / max(1, f.blocks)
+    return Load(
+        float(slots @ per_block), float(wide @ lanes), float(shared @ lanes), float(flops @ lanes)
+    )
+
+
+def resident(f: Facts, g: Machine) -> int:
+    """Thread blocks that an SM holds at once. Registers are those alive in the text, and some."""
+    threads = -(-f.threads // 32) * 32
+    registers = min(255, f.code.pressure + g.spare_registers)
+    by_registers = g.registers_per_sm // (threads * registers)
+    return max(1, min(g.threads_per_sm // threads, g.smem_per_sm // (f.smem + 1024), by_registers, 32))
+
+
+def launch_seconds(f: Facts, g: Machine = H200) -> float:
     """Modelled seconds of one launch."""
-    return launch_model(launch, kernel, counts, regions).seconds
-
-
-def launch_model(
-    launch: Launch, kernel: Translated, counts: Counts, regions: Mapping[str, Region]
-) -> Modelled:
-    """What one launch would roughly cost, part by part."""
-    g = H200
-    blocks = launch.grid[0] * launch.grid[1] * launch.grid[2]
-    threads = launch.block[0] * launch.block[1] * launch.block[2]
-    busy = min(g.sms, blocks)
-    work = count(kernel, counts)
-    size, through_l2 = (
-        touched(kernel, counts, regions),
-        work.moved + counts.bulk_read + counts.bulk_written,
-    )
-    memory = size / min(g.memory_rate, busy * g.sm_memory_rate)
-    l2 = through_l2 / g.l2_rate
-    warps = work.instructions / 32
-    issue = warps / (g.issue_per_clock * busy * g.clock)
-    special = work.special / (g.special_per_clock * busy * g.clock)
-    shared = work.shared / (g.smem_bytes_per_clock * busy * g.clock)
-    tensor = work.tensor / (g.tensor_flops * busy * g.clock)
-    waves = max(1.0, blocks / (busy * max(1, 2048 // max(32, threads))))
-    chain = work.instructions / max(1, blocks * threads) * waves * g.dependent_clocks / g.clock
-    waits = counts.barriers / blocks * waves * g.block_barrier
-    waits += counts.cluster_phases / max(1, blocks) * g.cluster_barrier
-    edges = work.releases / blocks * g.edge
-    demands = {
-        "memory": memory, "l2": l2, "issue": issue, "special functions": special, "shared memory": shared,
-        "tensor cores": tensor, "dependent instructions": chain,
-    }  # fmt: skip
-    return Modelled(
-        g.launch, demands, waits, edges, size, through_l2, work.shared, work.instructions
-    )
-
-
-def opcodes(kernel: Translated, counts: Counts) -> dict[str, int]:
-    """Executed PTX instructions of all threads by opcode."""
-    out: dict[str, int] = {}
-    for index, instrs in enumerate(kernel.blocks):
-        for i in instrs:
-            out[i.parts[0]] = out.get(i.parts[0], 0) + int(counts.blocks[index])
-    return {k: v for k, v in out.items() if v}
+    clocks = costs(f.code, f.total, f.far, g)
+    slowest = float((f.warps @ clocks).max(axis=1).mean()) if f.warps.size else 0.0
+    used = min(g.sms, f.blocks)
+    on_one = -(-f.blocks // g.sms)
+    rounds = -(-on_one // resident(f, g))
+    work = load_of(f)
+    busy = [
+        rounds * slowest / g.clock,
+        on_one * work.slots / (g.issue_per_clock * g.clock),
+        on_one * work.global_bytes / (g.l1_bytes_per_clock * g.clock),
+        on_one * work.shared_bytes / (g.smem_bytes_per_clock * g.clock),
+        on_one * work.flops / (g.tensor_flops * g.clock),
+        f.memory_bytes * (on_one * g.sms / f.blocks if f.blocks > g.sms else 1.0) / g.memory_rate,
+        f.l2_bytes / g.l2_rate,
+        f.bulk_bytes / used / (g.l1_bytes_per_clock * g.clock),
+    ]
+    body = sum(t**g.sharpness for t in busy) ** (1 / g.sharpness)
+    text = sum(len(ops) for b, ops in enumerate(f.code.blocks) if f.total[b])
+    start = g.launch_early if f.pdl else g.launch
+    return start + body + g.fetch * text / g.clock
 
 
 def modelled_us(
     done: Sequence[tuple[Launch, Translated, Counts]], regions: Mapping[str, Region]
 ) -> float:
     """Modelled microseconds of launches one after another."""
+    sizes, step = {name: r.size for name, r in regions.items()}, Residency()
     return 1e6 * sum(
-        launch_seconds(launch, kernel, counts, regions) for launch, kernel, counts in done
+        launch_seconds(facts_of(x, kernel.timing, counts, sizes, step, kernel.static_bytes))
+        for x, kernel, counts in done
     )
+
+
+__all__ = ["H200", "Machine", "access_bytes", "launch_seconds", "modelled_us"]

@@ -74,7 +74,11 @@ def rt_global(
         cells = ld64(row + 24)
         if cells:
             rt_race(ctx, b, t, site, addr, size, flags, cells + (addr - lo) * CELL)
-    if shadow == 0 and ld64(ctx + C_EXACT) == 0 and size == align and flags & ASYNC == 0:
+    if flags & ASYNC:
+        # no inline check looks here; the model asks which buffer this was
+        st64(ld64(ctx + C_SITES) + site * 16, addr)
+        st64(ld64(ctx + C_SITES) + site * 16 + 8, 1)
+    elif shadow == 0 and ld64(ctx + C_EXACT) == 0 and size == align:
         first = (lo + size - 1) & -size
         if ult(first + size - 1, hi):
             cell = ld64(ctx + C_SITES) + site * 16

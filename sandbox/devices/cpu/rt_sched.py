@@ -131,12 +131,44 @@ def rt_exit(ctx: i64, b: i64, t: i64) -> i64:
     return 0
 
 
+def rt_effects(ctx: i64) -> i64:
+    """How often code that changes memory has run."""
+    n = ld64(ctx + C_NBB)
+    flags = ld64(ctx + C_EFFECTS)
+    counters = ld64(ctx + C_COUNTERS)
+    total = ld64(ctx + C_EFFSUM)
+    for i in range(n):
+        if ld8(flags + i):
+            total = total + ld64(counters + i * 8)
+    return total
+
+
+def rt_enter(ctx: i64, b: i64, t: i64) -> i64:
+    """Run a thread until it suspends. Threads of a sampled block count in a row of their own."""
+    rows = ld64(ctx + C_PROFILE)
+    if rows:
+        row = ld64(rows + ld64(b + B_LINEAR) * 8)
+        if row:
+            shared = ld64(ctx + C_COUNTERS)
+            st64(ctx + C_COUNTERS, row + ld64(t + T_LINEAR) * ld64(ctx + C_NBB) * 8)
+            before = 0
+            if ld64(ctx + C_FORCE):
+                before = rt_effects(ctx)
+            enter(ld64(ctx + C_KERNEL), t, b, ctx)
+            if ld64(ctx + C_FORCE):
+                st64(ctx + C_EFFSUM, ld64(ctx + C_EFFSUM) + rt_effects(ctx) - before)
+            st64(ctx + C_COUNTERS, shared)
+            return 0
+    enter(ld64(ctx + C_KERNEL), t, b, ctx)
+    return 0
+
+
 def rt_step(ctx: i64, b: i64, t: i64) -> i64:
     """Run a thread until it suspends and do what its new state asks for."""
     st64(t + T_STATE, READY)
     st64(ctx + C_BUDGET, ld64(ctx + C_BUDGET) - RUN_COST)
     st64(ctx + C_ENTERS, ld64(ctx + C_ENTERS) + 1)
-    enter(ld64(ctx + C_KERNEL), t, b, ctx)
+    rt_enter(ctx, b, t)
     if ld64(ctx + C_STATUS):
         return 0
     state = ld64(t + T_STATE)
@@ -372,18 +404,6 @@ def rt_group(ctx: i64, slot: i64) -> i64:
         if size == 1 or ld64(ctx + C_FORCE):
             again = 0
     return advanced
-
-
-def rt_effects(ctx: i64) -> i64:
-    """How often code that changes memory has run."""
-    n = ld64(ctx + C_NBB)
-    flags = ld64(ctx + C_EFFECTS)
-    counters = ld64(ctx + C_COUNTERS)
-    total = 0
-    for i in range(n):
-        if ld8(flags + i):
-            total = total + ld64(counters + i * 8)
-    return total
 
 
 def rt_waiting_hash(ctx: i64) -> i64:

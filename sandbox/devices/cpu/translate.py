@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import llvmlite.binding as llvm
 
@@ -28,11 +28,13 @@ from sandbox.devices.cpu import (
 from sandbox.devices.cpu import (
     layout as L,
 )
+from sandbox.devices.cpu.cfg import Graph
 from sandbox.devices.cpu.emit import Unsupported
 from sandbox.devices.cpu.kernel import Kernel, Options, Placed
 from sandbox.devices.cpu.ptx_ast import Entry, Instr, Module, PtxError, Variable
 from sandbox.devices.cpu.registry import HANDLERS
 from sandbox.devices.cpu.runtime import functions, runtime_ir
+from sandbox.devices.cpu.timing_code import Code, code_of
 from sandbox.verdict import Failure, Status
 
 LOWERINGS = (
@@ -63,6 +65,12 @@ class Translated:
     local_bytes: int
     static_bytes: int
     copies: bool
+    graph: Graph
+
+    @cached_property
+    def timing(self) -> Code:
+        """For the model."""
+        return code_of(self.entry, self.graph, self.sites)
 
 
 @dataclass(frozen=True)
@@ -146,6 +154,7 @@ def translate(entry: Entry, module: Module, data: ModuleData, exact: bool) -> Tr
         entry, code, code.address("kernel"), tuple(kernel.sites), tuple(kernel.effects),
         tuple(tuple(b.instrs) for b in kernel.graph.blocks), kernel.frame_size, placed.local_bytes, placed.static_bytes,
         any(i.parts[:2] == ("cp", "async") and "bulk" not in i.parts for b in kernel.graph.blocks for i in b.instrs),
+        kernel.graph,
     )  # fmt: skip
 
 
