@@ -58,9 +58,10 @@ class Narrowed:
         return {**out, "missing": list(self.missing)} if self.missing else out
 
 
-def narrow(grant: Grant, files: bool = True) -> Narrowed:
-    """Apply to this process, which must have one thread. `files` False leaves Landlock out. Never raises: what the
-    kernel refuses is in `missing`, and the tier is what was really put on."""
+def narrow(grant: Grant, files: bool = True, talks: bool = False) -> Narrowed:
+    """Apply to this process, which must have one thread. `files` False leaves Landlock out; with `talks` it may use
+    the network that it has. Never raises: what the kernel refuses is in `missing`, and the tier is what was really put
+    on."""
     missing: list[str] = []
     for name, value in grant.limits:
         _limit(name, value)
@@ -75,16 +76,15 @@ def narrow(grant: Grant, files: bool = True) -> Narrowed:
             else "Landlock left out: the device did not open under it"
         )
     elif not locked or not _attempt(
-        missing, "Landlock", lambda: launcher.restrict(_rules(grant, abi))
+        missing, "Landlock", lambda: launcher.restrict(_rules(grant, abi, talks))
     ):
         abi = 0
     filtered = False
     if not seccomp.supported():
         missing.append("no filter for this machine's system calls")
     elif locked:
-        filtered = _attempt(
-            missing, "seccomp", lambda: launcher.load_filter(seccomp.judge_filter())
-        )
+        program = seccomp.tool_filter() if talks else seccomp.judge_filter()
+        filtered = _attempt(missing, "seccomp", lambda: launcher.load_filter(program))
     tier = "landlock" if abi and filtered else "seccomp" if filtered else "none"
     return Narrowed(tier, abi, int(filtered), locked, bare, os.getuid(), tuple(missing))
 
@@ -119,10 +119,11 @@ def drop_capabilities() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def _rules(grant: Grant, abi: int) -> dict[str, Any]:
+def _rules(grant: Grant, abi: int, talks: bool) -> dict[str, Any]:
     """For the launcher's `restrict`. Threads' names are under /proc/PID/task; that folder is held open, because a rule
     is about an inode, and /proc makes new ones for what nobody holds."""
     files, network, scope = landlock.handled(abi)
+    network = 0 if talks else network
     tasks = f"/proc/{os.getpid()}/task"
     os.open(tasks, os.O_PATH | os.O_CLOEXEC)
     paths: list[tuple[str, int]] = [(name, RUN) for name in SYSTEM]

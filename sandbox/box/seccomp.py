@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from sandbox.box import syscalls
 
-EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
+EPERM, ENOSYS, EAFNOSUPPORT, ECONNREFUSED = 1, 38, 97, 111
 KILL_PROCESS, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 LOAD, JUMP, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x05, 0x15, 0x25, 0x45, 0x06
 NR, ARCH, ARGS = 0, 4, 16
@@ -44,9 +44,6 @@ COMPILE = """
     io_setup timer_create mbind set_mempolicy set_mempolicy_home_node move_pages migrate_pages
 """.split()
 
-# What a judge's process has no use for beside: it speaks to nobody, also not over socket files.
-JUDGE = ("connect", "bind")
-
 
 @dataclass(frozen=True)
 class When:
@@ -68,6 +65,7 @@ BOX_WHEN = (
     When("ioctl", 1, EQUAL, TIOCSTI),
     When("ioctl", 1, EQUAL, TIOCLINUX),
 )
+NOBODY_LISTENS = When("connect", 2, EQUAL, 0, ECONNREFUSED, negate=True)
 COMPILE_WHEN = (
     When("clone", 0, ANY_BIT, CLONE_THREAD, negate=True),
     When("fcntl", 1, EQUAL, F_SETOWN),
@@ -95,8 +93,16 @@ def compile_filter(arch: str | None = None) -> bytes:
 
 @lru_cache(maxsize=4)
 def judge_filter(arch: str | None = None) -> bytes:
-    """The box filter, and no socket is ever connected or bound: for a judge's process, which may start programs."""
-    return _program(arch or syscalls.machine(), [*BOX, *JUDGE], BOX_WHEN)
+    """The box filter, and no socket is ever connected: for a judge's process, which may start programs. A GPU driver
+    binds one of its own and looks for daemons; to it they are not running."""
+    return _program(arch or syscalls.machine(), BOX, (*BOX_WHEN, NOBODY_LISTENS))
+
+
+@lru_cache(maxsize=4)
+def tool_filter(arch: str | None = None) -> bytes:
+    """The box filter, but sockets are allowed: for a profiling tool that talks to its target over the loopback."""
+    kept = tuple(w for w in BOX_WHEN if w.call != "socket")
+    return _program(arch or syscalls.machine(), BOX, kept)
 
 
 def _program(arch: str, refused: Iterable[str], conditions: Iterable[When]) -> bytes:

@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -96,7 +95,7 @@ def _child(work: Work, progress: Progress, write_end: int, log: int) -> NoReturn
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        _close_but(write_end)
+        progress.result_fd = write_end
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         result = work(progress)
@@ -110,14 +109,6 @@ def _child(work: Work, progress: Progress, write_end: int, log: int) -> NoReturn
     finally:
         # No interpreter shutdown: destructors would talk to a context that may be broken.
         os._exit(code)
-
-
-def _close_but(kept: int) -> None:
-    """Nothing of the parent's stays open here: its client's pipe, locks, files. Standard streams stay."""
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2 and fd != kept:
-            with suppress(OSError):  # the descriptor of the listing itself is gone already
-                os.close(fd)
 
 
 def _wait(

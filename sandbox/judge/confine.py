@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,8 +26,9 @@ from sandbox.jobs import JudgeJob
 
 UNBOXED = {"tier": "none"}
 """Of a child that died before it could say."""
-LEVELS = ("one gpu", "all gpus", "no file rules")
-_PR_SET_PDEATHSIG = 1
+LEVELS = ("one gpu", "all gpus", "no file rules", "bare")
+"""Landlock with the nodes of one GPU or of all; seccomp without Landlock; no new privileges alone."""
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _PROJECT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("sandbox", "targets")
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTHONPATH",
@@ -37,25 +39,48 @@ _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA
 @dataclass(frozen=True)
 class Room:
     """What a child works with: its own folder for temporary files, the state folder, the GPU it was given (None for
-    the cpu device), further folders that it may read, and the level (an index of LEVELS)."""
+    the cpu device), further folders that it may read, the level (an index of LEVELS), and descriptors to keep."""
 
     scratch: Path
     state: Path
     gpu: str | None = None
     read: tuple[Path, ...] = ()
     level: int = 0
+    keep: tuple[int, ...] = ()
 
 
-def confine(parent: int, room: Room) -> dict[str, Any]:
-    """Apply to this process, forked from `parent`. Returns the `isolation` entry of the judge for verdicts."""
+def confine(parent: int, room: Room, talks: bool = False) -> dict[str, Any]:
+    """Apply to this process, forked from `parent`. Returns the `isolation` entry of the judge for verdicts.
+
+    `talks`: a tool will be started that speaks to its target over the loopback."""
     libc = ctypes.CDLL(None, use_errno=True)
     follows = libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
+    level = LEVELS[room.level]
+    if level == "bare":
+        locked = libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+        why = ["all else left out: the device did not open under it"]
+        return {
+            **UNBOXED,
+            "no_new_privs": locked,
+            "dies_with_parent": follows,
+            "uid": os.getuid(),
+            "missing": why,
+        }
+    _close_but(room.keep)
     _settle(room)
-    done = narrow(grant(room), files=LEVELS[room.level] != "no file rules")
+    done = narrow(grant(room), files=level != "no file rules", talks=talks)
     said = done.to_json() | {"dies_with_parent": follows, "private_tmp": True}
     return said if room.gpu is None else {**said, "devices": LEVELS[min(room.level, 1)]}
+
+
+def _close_but(kept: tuple[int, ...]) -> None:
+    """Nothing of the parent's stays open here: its client's pipe, locks, files. Standard streams stay."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd not in kept:
+            with suppress(OSError):  # the descriptor of the listing itself is gone already
+                os.close(fd)
 
 
 def _settle(room: Room) -> None:

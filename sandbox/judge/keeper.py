@@ -19,7 +19,7 @@ from typing import Any
 from sandbox import judge_wire
 from sandbox.devices.base import Device
 from sandbox.jobs import JudgeJob
-from sandbox.judge import child, lease, rounds
+from sandbox.judge import child, lease, rounds, winner
 from sandbox.judge.child import Ended, Watch
 from sandbox.judge.confine import LEVELS, UNBOXED
 from sandbox.judge.progress import Progress
@@ -30,6 +30,8 @@ from sandbox.verdict import Failure, Status, Verdict
 PROBE_S = 180.0  # the first may read gigabytes of CUDA libraries from disk
 LOCK_S = 600.0
 BROKEN = (Status.FAULT, Status.HANG)
+NOT_OPENED = ("no-gpu", "cuda", "toolchain", "canary-child")
+"""Ends of a first canary that less confinement may mend."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Settings:
     lock_s: float = LOCK_S
     probe_s: float = PROBE_S
     opener: Callable[[Place], Device] = rounds.open_device
+    tools: winner.Tools = field(default_factory=winner.Tools)
 
 
 @dataclass
@@ -98,6 +101,8 @@ class Keeper:
                 self.proven.discard(gpu)  # the next job begins with a canary
             if verdict.status in BROKEN or verdict.status is Status.INFRA:
                 verdict = self._after_trouble(job, place, verdict, ended)
+            if winner.wants(job, verdict):
+                verdict = self._with_tools(job, place, verdict)
             seconds = {"lock": waited, "held": time.monotonic() - begin}
             return replace(verdict, seconds={**verdict.seconds, **seconds})
 
@@ -150,6 +155,17 @@ class Keeper:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _with_tools(self, job: JudgeJob, place: Place, verdict: Verdict) -> Verdict:
+        """compute-sanitizer for a winner, while the GPU is still ours. The next job begins with a canary."""
+        begin = time.monotonic()
+        with self._scratch() as folder:
+            at = replace(place, scratch=folder, level=self.levels.get(str(place.gpu), 0))
+            verdict = winner.check(self.start, at, job, verdict, self.settings.tools)
+        if "sanitizer" in verdict.profile:
+            self.proven.discard(str(place.gpu))
+        seconds = {"sanitizer": time.monotonic() - begin}
+        return replace(verdict, seconds={**verdict.seconds, **seconds})
 
     def _verdict(self, job: JudgeJob, ended: Ended) -> Verdict:
         if ended.cause == "result" and ended.result is not None:
@@ -208,7 +224,7 @@ class Keeper:
             if found.get("ok"):
                 self.levels[gpu] = level
                 return found
-            if found.get("rule") != "no-gpu":
+            if found.get("rule") not in NOT_OPENED:
                 return found
         return first
 
@@ -222,7 +238,7 @@ class Keeper:
             return ended.result
         return {
             "ok": False,
-            "rule": "canary",
+            "rule": "canary-child",
             "message": explain(ended, self.settings.probe_s)[1].message,
         }
 

@@ -34,6 +34,8 @@ class Progress:
         self._in_flight = False
         self._launches = 0
         self._phase = b""
+        self.result_fd = -1
+        """In the child: where its result goes, the one descriptor that it must keep."""
         self.enter("start")
 
     def enter(self, phase: str) -> None:

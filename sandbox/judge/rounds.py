@@ -48,18 +48,21 @@ def open_device(place: Place) -> Device:
     return CpuDevice()
 
 
-def _enter(place: Place, read: tuple[Path, ...] = ()) -> dict[str, Any]:
+def _enter(place: Place, progress: Progress, read: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Confine this process and let it see one GPU. Returns what the verdict says of its isolation."""
     if place.gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
         os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbers as nvidia-smi has them
-    return confine(place.parent, Room(place.scratch, place.state, place.gpu, read, place.level))
+    keep = (progress.result_fd,)
+    return confine(
+        place.parent, Room(place.scratch, place.state, place.gpu, read, place.level, keep)
+    )
 
 
 def judge(job: JudgeJob, place: Place, runner: Runner, progress: Progress) -> Mapping[str, Any]:
     """The verdict of one job, as JSON. Exceptions that are not about the candidate leave as they are: `infra`."""
     begin = time.monotonic()
-    isolation = _enter(place, folders_of(job))
+    isolation = _enter(place, progress, folders_of(job))
     progress.confined(isolation)
     confined = opened = time.monotonic()
     try:
@@ -99,7 +102,7 @@ def _run(job: JudgeJob, device: WatchedDevice, runner: Runner, progress: Progres
 
 def probe(place: Place, progress: Progress) -> Mapping[str, Any]:
     """Open the device, run the canary, tell what there is."""
-    isolation = _enter(place)
+    isolation = _enter(place, progress)
     begin = time.monotonic()
     try:
         progress.enter("device")
