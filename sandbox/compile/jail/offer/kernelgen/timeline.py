@@ -28,10 +28,11 @@ _phases: list[tuple[str, str]] = []
 
 
 class Track(NamedTuple):
-    """Rows of one block and role. base: their address; count: rows so far (shared memory); lead: this thread writes."""
+    """Rows of one block and role, at `base`. count[slot]: rows so far, in shared memory; lead: this thread writes."""
 
     base: Any
     count: Any
+    slot: Any
     lead: Any
 
 
@@ -41,7 +42,10 @@ def buffer(t: Any, cfg: Any) -> Any:
 
 
 def track(phases: Any, number: Any, lead: Any) -> Any:
-    """Track `number` (a block's index; further roles take numbers from the grid's size on), written where `lead`."""
+    """Track `number` (a block's index; further roles take numbers from the grid's size on), written where `lead`.
+
+    One call for all threads of a block; a warp has at most one leading thread.
+    """
     return None if phases is None else _open(phases, Int32(number), cutlass.Boolean(lead))
 
 
@@ -78,23 +82,25 @@ def _number(name: str, kind: str) -> int:
 @cute.jit
 def _open(phases: cute.Tensor, number: Int32, lead: cutlass.Boolean):  # type: ignore[no-untyped-def]
     count = cutlass.memory.SmemAllocator().allocate_tensor(
-        Int32, cute.make_layout((4,)), byte_alignment=16
+        Int32, cute.make_layout((32,)), byte_alignment=16
     )
+    tid, _, _ = cute.arch.thread_idx()
+    slot = tid // 32 % 32
     inside = lead and number < TRACKS
     base = phases.iterator.toint() + Int64(number) * (16 * ROWS)
     if inside:
         head = cute.make_ptr(Int32, base, cute.AddressSpace.gmem, assumed_align=16)
-        count[0] = cute.make_tensor(head, cute.make_layout((4,)))[0]
+        count[slot] = cute.make_tensor(head, cute.make_layout((4,)))[0]
         cute.arch.inline_ptx(
             "st.global.u32 [{$r0}], {$r1};", read_only_args=[base + 8, cute.arch.smid()]
         )
-    return Track(base, count, inside)
+    return Track(base, count, slot, inside)
 
 
 @cute.jit
 def _mark(track: Track, phase: cutlass.Constexpr, layer: Int32):  # type: ignore[no-untyped-def]
     if track.lead:
-        n = track.count[0] + 1
+        n = track.count[track.slot] + 1
         if n < ROWS:
             now, ticks = cute.arch.globaltimer(), cute.arch.clock()
             cute.arch.inline_ptx(
@@ -103,5 +109,5 @@ def _mark(track: Track, phase: cutlass.Constexpr, layer: Int32):  # type: ignore
                     track.base + Int64(n) * 16, now, ticks, Int32(phase) + (layer << 16)
                 ],
             )  # fmt: skip
-        track.count[0] = n
+        track.count[track.slot] = n
         cute.arch.inline_ptx("st.global.u32 [{$r0}], {$r1};", read_only_args=[track.base, n])
