@@ -1,7 +1,7 @@
 """The prompt book: templates filled from a situation, and strict readers of what models answer.
 
 Pure functions over strings; the calls are `agent.models.calls`' work. A prompt is kept within
-TOTAL_TOKENS by shortening the history, never by cutting a source.
+TOTAL_TOKENS by shortening the history and the lessons, never by cutting a source.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import prompts
-from agent import diffs, waterfall
+from agent import diffs
+from agent.feedback import cut, findings, profile, table, word
 from agent.models.base import BadFormat, Prompt, Role, Schema
 from agent.models.pricing import CHARS_PER_TOKEN
 from agent.types import Direction, Proposal, Situation, Task, Tried
 from sandbox.artifact import Buffer
-from sandbox.verdict import Verdict, short_name
+from sandbox.verdict import Verdict
 
 TOTAL_TOKENS = 60_000
 MAX_LESSONS = 5
@@ -59,21 +61,24 @@ class Book:
     """`agent.models.base.PromptBook` over the templates in `prompts/`."""
 
     def plan(self, s: Situation) -> Prompt:
-        return self._fitted("plan", s, lambda history: prompts.render(
-            "plan.md.j2", s=s, standing=word(s.incumbent), profile=profile(s.incumbent), history=history
-        ))  # fmt: skip
+        def body(fit: Situation) -> str:
+            return prompts.render(
+                "plan.md.j2", s=fit, standing=word(s.incumbent), profile=profile(s.incumbent),
+                history=table(fit.history),
+            )  # fmt: skip
+
+        return self._fitted("plan", s, body, 8000)
 
     def propose(self, s: Situation, d: Direction, parent_source: str) -> Prompt:
         parent = next((x for x in s.history if x.seq == d.parent), s.incumbent)
-        body = prompts.render(
-            "propose.md.j2",
-            s=s,
-            d=d,
-            source=parent_source,
-            parent_word=word(parent),
-            profile=profile(parent),
-        )
-        return Prompt("propose", self.stable(s.task), body)
+
+        def body(fit: Situation) -> str:
+            return prompts.render(
+                "propose.md.j2", s=fit, d=d, source=parent_source, parent_word=word(parent),
+                profile=profile(parent),
+            )  # fmt: skip
+
+        return self._fitted("propose", replace(s, history=()), body)
 
     def repair(self, s: Situation, source: str, failed: Verdict) -> Prompt:
         assert failed.failure is not None
@@ -81,15 +86,21 @@ class Book:
         line = where.get("line") if isinstance(where.get("line"), int) else None
         lines = source.splitlines()
         body = prompts.render(
-            "repair.md.j2", source=source, verdict=failed, line=line, hint=where.get("hint"),
-            line_text=lines[line - 1].strip() if line and line <= len(lines) else "",
+            "repair.md.j2", source=source, verdict=failed, line=line, hint=cut(where.get("hint")),
+            message=cut(failed.failure.message), found=cut(findings(failed)),
+            line_text=cut(lines[line - 1].strip()) if line and line <= len(lines) else "",
         )  # fmt: skip
         return Prompt("repair", self.stable(s.task), body)
 
     def reflect(self, s: Situation) -> Prompt:
         latest = tuple(x for x in s.history if x.round == s.round)
-        body = prompts.render("reflect.md.j2", s=s, history=table(latest), most=MAX_LESSONS)
-        return Prompt("reflect", self.stable(s.task), body, max_output_tokens=4000)
+
+        def body(fit: Situation) -> str:
+            return prompts.render(
+                "reflect.md.j2", s=fit, history=table(fit.history), most=MAX_LESSONS
+            )
+
+        return self._fitted("reflect", replace(s, history=latest), body, 4000)
 
     def stable(self, task: Task) -> str:
         """The part that is the same for a whole run: primer, playbook, task."""
@@ -151,14 +162,20 @@ class Book:
             raise BadFormat('"lessons" is a list of sentences')
         return tuple(x.strip()[:600] for x in lessons[:MAX_LESSONS] if x.strip())
 
-    def _fitted(self, role: Role, s: Situation, body: Any) -> Prompt:
+    def _fitted(
+        self, role: Role, s: Situation, body: Callable[[Situation], str], answer: int = 32_000
+    ) -> Prompt:
+        """Within TOTAL_TOKENS: the older half of the history goes first, then that of the lessons."""
         stable = self.stable(s.task)
-        rows = s.history
         while True:
-            text = body(table(rows))
-            if (len(stable) + len(text)) / CHARS_PER_TOKEN <= TOTAL_TOKENS or not rows:
-                return Prompt(role, stable, text, max_output_tokens=8000)
-            rows = _shorter(rows)
+            text = body(s)
+            fits = (len(stable) + len(text)) / CHARS_PER_TOKEN <= TOTAL_TOKENS
+            if fits or not (s.history or s.lessons):
+                return Prompt(role, stable, text, max_output_tokens=answer)
+            if len(s.history) > len(s.lessons):
+                s = replace(s, history=_shorter(s.history))
+            else:
+                s = replace(s, lessons=s.lessons[(len(s.lessons) + 1) // 2 :])
 
 
 def _shorter(rows: tuple[Tried, ...]) -> tuple[Tried, ...]:
@@ -201,54 +218,6 @@ def folded(lines: list[str]) -> list[str]:
     return out
 
 
-def word(x: Tried) -> str:
-    """A candidate's standing in one line."""
-    v = x.verdict
-    if v.failure is not None:
-        return f"{v.status}: {v.failure.rule}: {v.failure.message[:300]}"
-    parts = [str(v.status) + (f"/{v.outcome}" if v.outcome else "")]
-    if x.us is not None:
-        kind = f" ({v.timing.kind})" if v.timing else ""
-        parts.append(f"{x.us:.2f} us a step{kind}")
-    if x.fraction is not None:
-        parts.append(f"{x.fraction:.1%} of the floor")
-    if x.speedup is not None:
-        parts.append(f"{x.speedup:.3f}x the incumbent of then")
-    return ", ".join(parts)
-
-
-def profile(x: Tried) -> str:
-    """Where the time went, resources and findings of a candidate, as far as its verdict holds them."""
-    lines = [
-        f"- {k['kernel']}: {k['calls']} launches, {k['us']:.1f} us, {k['share']:.0%} of the step"
-        for k in x.verdict.profile.get("kernels", ())[:20]
-    ]
-    lines += waterfall.lines(x.verdict.profile, layers=False)
-    for w in x.verdict.timing.workloads if x.verdict.timing else ():
-        lines.append(
-            f"- {w.regime}: {w.us:.2f} us a step, {w.gb_per_s:.0f} GB/s, {w.launches} launches"
-        )
-    for r in x.verdict.resources[:40]:
-        spilled = r.spill_stores + r.spill_loads
-        lines.append(
-            f"- {short_name(r.kernel)}: {r.registers} registers, {r.smem_static} B static shared"
-            + (f", spills {spilled} B" if spilled else "")
-        )
-    lines += [f"- {f.rule}: {f.message[:300]}" for f in x.verdict.findings[:12]]
-    return "What is known of it:\n" + "\n".join(lines) if lines else ""
-
-
-def table(rows: tuple[Tried, ...]) -> str:
-    """The history as a compact table, oldest first."""
-    head = "| # | parent | direction | predicted | result |\n|---|---|---|---|---|"
-    body = [
-        f"| {x.seq} | {'' if x.parent is None else x.parent} | {_cell(x.direction)} | "
-        f"{x.predicted_gain or ''} | {_cell(word(x))}{' (promoted)' if x.promoted else ''} |"
-        for x in rows
-    ]
-    return "\n".join([head, *body])
-
-
 def stated_gain(text: str) -> float | None:
     """The number after `Predicted gain:`, as a ratio; `5 %` means 1.05."""
     found = _GAIN.search(text)
@@ -262,10 +231,6 @@ def _gain(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) and 0 < value < 1000 else None
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "/").replace("\n", " ")[:160]
 
 
 def _object(text: str) -> Mapping[str, Any]:

@@ -91,6 +91,30 @@ def test_a_long_history_is_shortened_but_no_source_is_cut() -> None:
     assert SOURCE in prompt.body
 
 
+def test_every_prompt_stays_within_its_budget_whatever_the_run_has_gathered() -> None:
+    """60,000 tokens at 3.2 characters, sources aside: measured where everything grows at once."""
+    big = Failure("rule-x", "m" * 200_000, {"line": 5, "hint": "h" * 50_000})
+    failed = verdict(Status.COMPILE_ERROR, failure=big, findings=(big,) * 40)
+    kernels = [{"kernel": "k" * 60, "calls": 9, "us": 1.0, "share": 0.1}] * 5000
+    loud = tried(
+        1, verdict=verdict(Status.PASSED, profile={"kernels": kernels}, findings=(big,) * 99)
+    )
+    history = (loud, *(tried(i, Status.FAULT, direction="d" * 900) for i in range(2, 4000)))
+    s = replace(situation(), history=history, incumbent=loud, lessons=("l" * 600,) * 3000)
+    book, stated = Book(), 60_000
+    last = replace(s, lessons=(*s.lessons, "the newest lesson"))
+    for prompt in (
+        book.plan(last), book.propose(last, Direction("d", parent=1), SOURCE), book.reflect(last),
+        book.repair(last, SOURCE, failed),
+    ):  # fmt: skip
+        characters = len(prompt.stable) + len(prompt.body)
+        assert characters / CHARS_PER_TOKEN <= stated, prompt.role
+        if prompt.role in ("plan", "propose"):
+            assert "the newest lesson" in prompt.body, prompt.role
+        if prompt.role != "reflect":
+            assert SOURCE in prompt.body, prompt.role
+
+
 def test_a_failure_stays_in_its_table_cell() -> None:
     s = situation()
     s = replace(s, history=(*s.history, tried(9, Status.FAULT)))
