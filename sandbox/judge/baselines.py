@@ -7,9 +7,11 @@ the kernels in its graph.
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ class BaselineArm:
 def baseline_arm(name: str, where: str, lanes: Lanes, checker: Checker) -> BaselineArm:
     """Build, compare, warm up and capture a baseline. It may raise whatever torch raises."""
     case = lanes.case
+    _keep_compiled()
     made: list[Any] = []
     for s in range(lanes.sets):
         one = load_attribute(where)()
@@ -66,6 +69,14 @@ def baseline_arm(name: str, where: str, lanes: Lanes, checker: Checker) -> Basel
     singles = tuple(_captured(case, one.step)[0] for one in wanted)
     notes = tuple(getattr(made[0], "notes", ()))
     return BaselineArm(name, steps, whole, failure, launches // steps, singles, notes)
+
+
+def _keep_compiled() -> None:
+    """What Triton and torch.compile make outlives this process, whose home does not: the next job reads it."""
+    folder = os.environ.get("KERNELGEN_CACHE")
+    if folder:
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(folder) / "inductor"))
 
 
 def _steps(lanes: Lanes, case: Case, made: list[Any]) -> int:

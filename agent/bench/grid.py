@@ -1,0 +1,93 @@
+"""What a benchmark runs: workloads of a target by rows and context, and the artifact of the kernel for each.
+
+Plain data. Compiling and judging are the services'.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sandbox import artifact_store
+from sandbox.strict import Malformed
+from targets.base import Options, Target, UnknownOption, Workload
+
+UNITS = {"k": 1 << 10, "m": 1 << 20}
+SEED = "seed"
+BEST_KNOWN: Mapping[str, Any] = {"pdl": True}
+"""Values that did best for the seeds on an H200 where they are not the first declared."""
+
+
+def number(text: str) -> int:
+    """`8`, `8k` (8192), `1m`. Raises ValueError."""
+    word = text.strip().lower()
+    unit = UNITS.get(word[-1:], 1)
+    return int(word[:-1] if unit > 1 else word) * unit
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """`1,2,8k`. Raises ValueError."""
+    return tuple(number(part) for part in text.split(",") if part.strip())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The product of rows and contexts of one preset; None: the preset's own."""
+
+    options: Options
+    rows: Sequence[int]
+    contexts: Sequence[int | None]
+
+
+def workloads(target: Target, asked: Asked) -> tuple[list[Workload], list[str]]:
+    """Every workload that the target has, and a line for each that it refuses."""
+    found, refused = [], []
+    for rows in asked.rows:
+        for context in asked.contexts:
+            options = replace(asked.options, rows=rows, context=context)
+            try:
+                found.append(target.workload(options))
+            except UnknownOption as error:
+                refused.append(f"rows {rows}, context {context}: {error}")
+    return found, refused
+
+
+def declared(source: str) -> Mapping[str, Any]:
+    """A source's TUNABLES, read without running it; nothing where they are no literal."""
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        return {}
+    for node in body:
+        names = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
+        if isinstance(node, ast.Assign) and "TUNABLES" in names:
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError:
+                return {}
+            return value if isinstance(value, dict) else {}
+    return {}
+
+
+def best_known(source: str) -> dict[str, Any]:
+    """The seed's values that did best, as far as it declares them."""
+    names = declared(source)
+    return {k: v for k, v in BEST_KNOWN.items() if v in tuple(names.get(k, ()))}
+
+
+def artifacts_of(folder: Path) -> dict[str, Path]:
+    """Artifact folders at or directly below `folder`, by their workload. Raises Malformed, OSError."""
+    folders: Iterable[Path] = [folder]
+    if not (folder / "manifest.json").is_file():
+        folders = [p for p in sorted(folder.iterdir()) if (p / "manifest.json").is_file()]
+    found = {key(artifact_store.load(p).workload): p for p in folders}
+    if not found:
+        raise Malformed(str(folder), "holds no artifact")
+    return found
+
+
+def key(workload: Mapping[str, Any]) -> str:
+    return repr(sorted(workload.items()))

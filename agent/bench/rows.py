@@ -1,0 +1,102 @@
+"""A verdict as report rows, one for each arm that was timed, in the judge's schema with what people decide by.
+
+Arithmetic only. tokens per second are of the whole model, extrapolated from the layers that ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sandbox.verdict import Ratio, Status, Verdict, WorkloadTiming
+from targets.base import Workload
+
+SCHEMA = 1
+ARMS = {"candidate": "kernel", "incumbent": "seed"}
+LATENCIES = ("p50_us", "p95_us", "p99_us", "isolated_us", "cold_us", "steps", "launches", "notes")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every row says: the kernel's name, the command, the layers of the whole model (None: the slice is it)."""
+
+    kernel: str
+    command: str
+    model_layers: int | None
+
+
+def rows_of(verdict: Verdict, w: Workload, c: Context) -> list[dict[str, Any]]:
+    """At least one row; a verdict without times gives one that says why."""
+    common = _common(verdict, w, c)
+    if verdict.status is not Status.PASSED or verdict.timing is None:
+        failure = verdict.failure.message if verdict.failure else "nothing was timed"
+        return [{**common, "arm": c.kernel, "failure": failure}]
+    t = verdict.timing.workloads[0]
+    own = _row(t, common, t.us, c) | {"arm": c.kernel, "launches": t.launches}
+    detail: Mapping[str, Any] = t.detail
+    arms: Mapping[str, Any] = detail.get("arms", {})
+    own |= _figures(arms.get("candidate", {}), t, c)
+    own |= {
+        "speedup_incumbent": _ratio(t.speedup_incumbent), "speedup_graph": _ratio(t.speedup_graph),
+        "speedup_best": _ratio(t.speedup_best), "best_baseline": t.best_baseline, "regime": t.regime,
+        "kind": verdict.timing.kind, "skipped": dict(detail.get("skipped", {})),
+    }  # fmt: skip
+    others = []
+    for arm, us in detail.get("us", {}).items():
+        if arm in ("candidate", "twin"):
+            continue
+        name = ARMS.get(arm, arm)
+        row = _row(t, common, us, c) | {
+            "arm": name,
+            "regime": t.regime,
+            "kind": verdict.timing.kind,
+        }
+        row |= _figures(arms.get(arm, {}), t, c)
+        others.append({**row, "best_baseline": t.best_baseline})
+    return [own, *others]
+
+
+def _common(v: Verdict, w: Workload, c: Context) -> dict[str, Any]:
+    o = w.options
+    return {
+        "schema": SCHEMA, "target": w.target, "preset": o.preset, "layers": w.layers, "m": w.rows, "q": w.q,
+        "context": w.context, "ranks": w.ranks, "options": dict(o.extra), "status": str(v.status), "tier": str(v.tier),
+        "artifact": v.artifact, "device": v.device.get("name", ""), "trust": str(v.trust), "date": v.date,
+        "commit": v.commit, "command": c.command, "seconds": v.seconds.get("held"),
+        "findings": [f"{f.rule}: {f.message}" for f in v.findings],
+    }  # fmt: skip
+
+
+def _row(t: WorkloadTiming, common: Mapping[str, Any], us: float, c: Context) -> dict[str, Any]:
+    """Times of one arm; the fractions follow from the candidate's by the ratio of the times."""
+    per_layer = us / max(1, t.layers)
+    whole = per_layer * (c.model_layers or t.layers)
+    requests = t.m / max(1, t.q)
+    scale = t.us / us if us > 0 else 0.0
+
+    def scaled(x: float | None) -> float | None:
+        return None if x is None else x * scale
+
+    return {
+        **common, "us": us, "us_per_layer": per_layer, "floor_bytes": t.floor_bytes, "gb_per_s": t.gb_per_s * scale,
+        "fraction_of_floor_measured": scaled(t.fraction_of_floor_measured),
+        "fraction_of_floor_spec": scaled(t.fraction_of_floor_spec),
+        "tok_s_user": 1e6 / whole if whole > 0 else None, "tok_s": requests * 1e6 / whole if whole > 0 else None,
+        "model_layers": c.model_layers or t.layers,
+    }  # fmt: skip
+
+
+def _figures(arm: Mapping[str, Any], t: WorkloadTiming, c: Context) -> dict[str, Any]:
+    out = {k: arm[k] for k in LATENCIES if k in arm}
+    if out.get("launches"):
+        out["launches_per_layer"] = out["launches"] / max(1, t.layers)
+    if "joules" in arm:
+        layers = (c.model_layers or t.layers) / max(1, t.layers)
+        out["joules_per_step"] = arm["joules"]
+        out["joules_per_token"] = arm["joules"] * layers / max(1.0, t.m / max(1, t.q))
+    return out
+
+
+def _ratio(r: Ratio | None) -> list[float] | None:
+    return None if r is None else [r.value, r.low, r.high]

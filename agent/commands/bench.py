@@ -1,0 +1,163 @@
+"""`bench`: a kernel and every baseline over rows and contexts, as table, JSON rows and plot."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agent import offline
+from agent.bench import grid, run, show
+from agent.bench.rows import Context
+from agent.commands import common
+from agent.commands.evaluate import tunable_option
+from agent.config import options
+from agent.services import DEFAULT_ARCH, Wanted, start
+from sandbox.verdict import Status
+from targets.base import Target
+
+
+def _numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
+    try:
+        return grid.numbers(text or "")
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{text!r} is no list such as 1,8 or 1k,128k", ctx, param
+        ) from error
+
+
+@click.command()
+@click.option(
+    "--target", required=True, help="A name (see `kernelgen targets`) or path/to/file.py:Name."
+)
+@click.option("--rows", default="1,8", callback=_numbers, help="Values of M, separated by commas.")
+@click.option(
+    "--context", default=None, callback=_numbers, help="Tokens in the caches, such as 1k,8k,128k."
+)
+@click.option("--preset", default=None, help="Sizes.  [default: tiny on cpu, tp8 on cuda]")
+@click.option("--layers", type=click.IntRange(1), default=None, help="Number of layers.")
+@click.option(
+    "--option", "extra", multiple=True, metavar="NAME=VALUE", help="A target's own option."
+)
+@click.option("--kernel", default=grid.SEED, metavar="FILE|DIR|seed",
+              help="A source, a folder with artifacts, or the target's seed with its best known values.")  # fmt: skip
+@tunable_option
+@click.option("--baselines", default="all", help="Names separated by commas, or all.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=1000,
+    help="Steps timed one by one for the percentiles.",
+)
+@click.option("--deadline", type=click.FloatRange(1), default=None,
+              help="Seconds that one workload may take.  [default: 300; cpu 1800]")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None,
+              help="Append each row to this file as it is measured, one JSON object a line.")  # fmt: skip
+@click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), default=None,
+              help="Draw % of floor against M and step time against context (needs matplotlib).")  # fmt: skip
+@common.machine_options
+@common.db_option
+@common.json_option
+def bench(**asked: Any) -> int:
+    """Time a kernel and the baselines for every M and context; each is checked before it is timed.
+
+    Per M and context: us and launches a layer, GB/s, % of the floor at the measured and at the
+    specified rate, tokens per second, P50/P95/P99 of steps timed one by one, isolated steps with a
+    warm and a cold L2, energy where the GPU counts it. On cpu times are modelled and baselines are
+    not timed. Time to first token belongs to prefill and is the serving engine's to measure.
+
+    \b
+    Examples:
+      kernelgen bench --target kimi-k3-decode --rows 1,8 --context 1k,8k --preset tp8 -o rows.jsonl
+      kernelgen bench --target kimi-k3-decode --kernel mine.py --baselines mix,graph --plot bench.png
+
+    Exit code 0 only if every workload was measured.
+    """
+    target = common.find_target(asked["target"])
+    name = common.full_name(asked["target"])
+    found, refused = grid.workloads(target, _asked(target, asked))
+    for line in refused:
+        common.complain(f"refused: {line}")
+    if not found:
+        return 2
+    place = common.place_of(asked["db"], None)
+    cores = os.cpu_count() or 1
+    parallel = max(1, min(cores - 2, len(found)))
+    wanted = Wanted(
+        asked["device"],
+        asked["arch"] or "",
+        asked["sandbox"] or "",
+        asked["trust_this_code"],
+        parallel,
+    )
+    services, facts = start(wanted, place.workspace)
+    common.talk().print(_headline(name, found, asked, facts), soft_wrap=True, markup=False)
+    rows: list[dict[str, Any]] = []
+    try:
+        plan = _plan(target, name, asked, asked["arch"] or str(facts.get("arch") or DEFAULT_ARCH))
+        for some in run.measured(services, plan, found, parallel):
+            rows += some
+            if asked["output"]:
+                run.append(asked["output"], some)
+            common.talk().print(show.table(some), soft_wrap=True, markup=False)
+    finally:
+        services.close()
+    if asked["picture"]:
+        show.plot(rows, asked["picture"])
+    data = {"device": dict(facts), "refused": refused, "rows": rows}
+    common.emit(asked["as_json"], data, f"{show.table(rows)}\n{show.ABOUT}")
+    passed = all(r.get("status") == str(Status.PASSED) for r in rows)
+    return 0 if passed and not refused else 1
+
+
+def _asked(target: Target, asked: dict[str, Any]) -> grid.Asked:
+    """Raises Usage."""
+    preset = asked["preset"]
+    if preset is None:
+        usual = "tiny" if asked["device"] == "cpu" else "tp8"
+        preset = usual if usual in target.presets else target.presets[0]
+    try:
+        chosen = options(preset, {"layers": asked["layers"]}, asked["extra"])
+    except ValueError as error:
+        raise common.Usage(str(error)) from error
+    return grid.Asked(chosen, asked["rows"] or (1,), asked["context"] or (None,))
+
+
+def _plan(target: Target, name: str, asked: dict[str, Any], arch: str) -> run.Plan:
+    """Raises OSError, Malformed."""
+    source = target.seed_source()
+    seed = offline.File(grid.SEED, source, {**grid.best_known(source), **asked["tunables"]})
+    kernel: offline.File | dict[str, Path] = seed
+    label = grid.SEED
+    if asked["kernel"] != grid.SEED:
+        path = Path(asked["kernel"])
+        label = path.name
+        seed = offline.File(grid.SEED, source, grid.best_known(source))
+        kernel = (
+            grid.artifacts_of(path)
+            if path.is_dir()
+            else offline.read(asked["kernel"], name, asked["tunables"])
+        )
+    there = tuple(getattr(target, "baselines", {}))
+    baselines = (
+        there if asked["baselines"] == "all" else tuple(filter(None, asked["baselines"].split(",")))
+    )
+    layers = getattr(target, "model_layers", None)
+    options_ = _asked(target, asked).options
+    context = Context(
+        label, shlex.join(["kernelgen", *sys.argv[1:]]), layers(options_) if layers else None
+    )
+    deadline = asked["deadline"] or (1800.0 if asked["device"] == "cpu" else 300.0)
+    return run.Plan(
+        name, asked["device"], arch, kernel, seed, baselines, asked["steps"], deadline, context
+    )
+
+
+def _headline(name: str, found: list[Any], asked: dict[str, Any], facts: Any) -> str:
+    on = f"{facts.get('name', '')} ({asked['device']})"
+    kind = "modelled, not measured" if asked["device"] == "cpu" else "measured"
+    return f"bench {name} on {on}: {len(found)} workloads, preset {found[0].options.preset}, times {kind}"

@@ -1,0 +1,201 @@
+"""`bench`: which workloads run, what rows say of a verdict, rows on disk as they come, the plot, the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from agent.bench import grid, run, show
+from agent.bench.rows import Context, rows_of
+from agent.cli import main
+from agent.offline import File
+from agent.runner import Services
+from sandbox.jobs import CompileJob, CompileOutcome, JudgeJob
+from sandbox.verdict import (
+    Correctness,
+    Failure,
+    Outcome,
+    Ratio,
+    Status,
+    Tier,
+    Timing,
+    Trust,
+    Verdict,
+    WorkloadTiming,
+)
+from targets.base import Options, Workload, find
+
+TARGET = "kimi-k3-decode"
+CONTEXT = Context("seed", "kernelgen bench", 93)
+
+
+def workload(rows: int = 2) -> Workload:
+    return find(TARGET).workload(Options("tp8", 4, rows, 8192))
+
+
+def timing(w: Workload, best: str = "mix") -> WorkloadTiming:
+    arm = {
+        "p50_us": 401.0,
+        "p95_us": 410.0,
+        "p99_us": 430.0,
+        "steps": 1000,
+        "isolated_us": 420.0,
+        "cold_us": 425.0,
+    }
+    detail = {
+        "us": {"candidate": 400.0, "twin": 400.0, "graph": 4000.0, "mix": 200.0},
+        "arms": {
+            "candidate": {**arm, "launches": 56, "joules": 0.2},
+            "mix": {**arm, "launches": 48, "notes": ["quack: not installed"]},
+        },
+        "skipped": {"compile": "RuntimeError: no compiler"},
+    }
+    return WorkloadTiming(
+        TARGET, "tp8", 4, w.rows, 1, 8192, 8, 56, 400.0, 100.0, 2000.0, 800_000_000, 0.45, 0.42,
+        speedup_graph=Ratio(10.0, 9.9, 10.1), speedup_best=Ratio(0.5, 0.49, 0.51), best_baseline=best, detail=detail,
+    )  # fmt: skip
+
+
+def verdict(w: Workload, status: Status = Status.PASSED) -> Verdict:
+    common: dict[str, Any] = {
+        "target": TARGET, "artifact": "a" * 64, "device": {"kind": "cuda", "name": "NVIDIA H200"},
+        "tier": Tier.SCREEN, "trust": Trust.JUDGED, "isolation": {}, "date": "2026-11-29T00:00:00+00:00",
+    }  # fmt: skip
+    if status is not Status.PASSED:
+        return Verdict(status=status, failure=Failure("band", "wrong in outputs.out"), **common)
+    return Verdict(
+        status=status, outcome=Outcome.NOT_TIMED, correctness=Correctness(1, 2, 2, (), (), ()),
+        timing=Timing("measured", (timing(w),)), **common,
+    )  # fmt: skip
+
+
+def test_lists_of_numbers_know_k_and_m() -> None:
+    assert grid.numbers("1, 8k,1m") == (1, 8192, 1 << 20)
+    with pytest.raises(ValueError):
+        grid.numbers("1,x")
+
+
+def test_workloads_are_the_product_and_refusals_are_said() -> None:
+    asked = grid.Asked(Options("tp8", 4), (1, 3, 8), (1024, 8192))
+    found, refused = grid.workloads(find(TARGET), asked)
+    assert [(w.rows, w.context) for w in found] == [(1, 1024), (1, 8192), (8, 1024), (8, 8192)]
+    assert len(refused) == 2 and "rows 3" in refused[0]
+
+
+def test_the_seed_gets_its_best_known_values_if_it_declares_them() -> None:
+    assert grid.best_known(find(TARGET).seed_source()) == {"pdl": True}
+    assert grid.best_known("TUNABLES = {'pdl': (False,)}") == {}
+    assert grid.best_known("x = (") == {}
+
+
+def test_every_arm_is_a_row_with_its_own_rates() -> None:
+    w = workload()
+    own, graph, mix = rows_of(verdict(w), w, CONTEXT)
+    assert (own["arm"], graph["arm"], mix["arm"]) == ("seed", "graph", "mix")
+    assert own["tok_s_user"] == pytest.approx(1e6 / (100.0 * 93))
+    assert own["tok_s"] == pytest.approx(2 * own["tok_s_user"])
+    assert own["launches_per_layer"] == 14 and own["speedup_best"] == [0.5, 0.49, 0.51]
+    assert own["joules_per_token"] == pytest.approx(0.2 * 93 / 4 / 2)
+    assert mix["us_per_layer"] == 50.0 and mix["gb_per_s"] == pytest.approx(4000.0)
+    assert mix["fraction_of_floor_measured"] == pytest.approx(0.9)
+    assert graph["fraction_of_floor_spec"] == pytest.approx(0.042)
+    assert own["skipped"] == {"compile": "RuntimeError: no compiler"}
+    assert all(
+        r["best_baseline"] == "mix" and r["p99_us" if r is own else "us"] for r in (own, graph, mix)
+    )
+
+
+def test_a_verdict_without_times_says_why() -> None:
+    w = workload()
+    (row,) = rows_of(verdict(w, Status.WRONG), w, CONTEXT)
+    assert row["status"] == "wrong" and row["failure"] == "wrong in outputs.out" and "us" not in row
+
+
+class Compiles:
+    """A compiler whose artifact is a folder's name; it refuses eight rows."""
+
+    def compile(self, job: CompileJob) -> CompileOutcome:
+        if job.workload["rows"] == 8:
+            return CompileOutcome(
+                None, status=Status.COMPILE_ERROR, failure=Failure("x", "too many")
+            )
+        assert dict(job.tunables) == {"pdl": True}
+        return CompileOutcome(Path("artifact"), isolation={"tier": "strict"})
+
+    def close(self) -> None:
+        return None
+
+
+class Judges:
+    def __init__(self) -> None:
+        self.jobs: list[JudgeJob] = []
+
+    def judge(self, job: JudgeJob) -> Verdict:
+        self.jobs.append(job)
+        return verdict(workload(job.options["rows"]))
+
+    def close(self) -> None:
+        return None
+
+
+def test_rows_are_on_disk_before_the_next_workload(tmp_path: Path) -> None:
+    judge = Judges()
+    services = Services(Compiles(), judge, lambda: judge)
+    seed = File(grid.SEED, find(TARGET).seed_source(), {"pdl": True})
+    plan = run.Plan(TARGET, "cuda", "sm_90a", seed, seed, ("mix", "graph"), 1000, 60.0, CONTEXT)
+    found, _ = grid.workloads(find(TARGET), grid.Asked(Options("tp8", 4), (1, 8, 2), (8192,)))
+    out, counts = tmp_path / "rows.jsonl", []
+    for rows in run.measured(services, plan, found, 2):
+        run.append(out, rows)
+        counts.append(len(out.read_text().splitlines()))
+    assert counts == [3, 4, 7]
+    read = [json.loads(line) for line in out.read_text().splitlines()]
+    assert read[3]["status"] == "compile_error" and read[3]["failure"] == "too many"
+    assert [(j.steps, j.baselines, j.incumbent) for j in judge.jobs] == [
+        (1000, ("mix", "graph"), None)
+    ] * 2
+
+
+def test_artifacts_are_found_by_workload(tmp_path: Path) -> None:
+    judge = Judges()
+    services = Services(Compiles(), judge, lambda: judge)
+    seed = File(grid.SEED, find(TARGET).seed_source(), {"pdl": True})
+    plan = run.Plan(
+        TARGET, "cuda", "sm_90a", {grid.key(workload(2).key): tmp_path}, seed, (), 10, 60.0, CONTEXT
+    )
+    found, _ = grid.workloads(find(TARGET), grid.Asked(Options("tp8", 4), (1, 2), (8192,)))
+    first, second = run.measured(services, plan, found, 1)
+    assert first[0]["status"] == "unsupported" and second[0]["status"] == "passed"
+    assert judge.jobs[0].incumbent == Path("artifact")  # the seed is timed beside another kernel
+
+
+def test_table_and_plot_show_the_arms(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    w = workload()
+    rows = [*rows_of(verdict(w), w, CONTEXT), *rows_of(verdict(w, Status.WRONG), w, CONTEXT)]
+    text = show.table(rows)
+    assert "best baseline" in text and "compile skipped" in text and "wrong in outputs.out" in text
+    show.plot(rows, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nonsense_is_a_usage_error() -> None:
+    result = CliRunner().invoke(main, ["bench", "--target", TARGET, "--rows", "1,x"])
+    assert result.exit_code == 2
+
+
+@pytest.mark.slow
+def test_the_command_works_on_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    result = CliRunner().invoke(
+        main,
+        ["bench", "--target", "examples/my_target.py:RmsNorm", "--device", "cpu", "--rows", "1", "--json",
+         "--db", str(tmp_path / "runs.db"), "-o", str(out)],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert row["kind"] == "modelled" and row["us"] > 0 and row["arm"] == "seed"
