@@ -142,8 +142,9 @@ def _float_to_float(k: Kernel, instr: Instr, m: Mods, dest: str, source: str) ->
 
 
 def _relu(k: Kernel, t: str, value: str) -> str:
-    negative = k.let(f"fcmp olt {t} {value}, 0.0")
-    return k.let(f"select i1 {negative}, {t} 0.0, {t} {value}")
+    # as the hardware does: -0 becomes +0, NaN stays
+    below = k.let(f"fcmp ole {t} {value}, 0.0")
+    return k.let(f"select i1 {below}, {t} 0.0, {t} {value}")
 
 
 def _write_f32(k: Kernel, instr: Instr, value: str, kind: str, mode: int, ftz: bool) -> None:

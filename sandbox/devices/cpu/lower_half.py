@@ -26,7 +26,9 @@ def narrow(k: Kernel, kind: str, value: str) -> str:
     """float to i16, to nearest even."""
     if not kind.startswith("bf16"):
         if k.options.f16c:
-            return k.let(f"bitcast half {k.let(f'fptrunc float {value} to half')} to i16")
+            half = k.let(f"bitcast half {k.let(f'fptrunc float {value} to half')} to i16")
+            nan = k.let(f"fcmp uno float {value}, {value}")
+            return k.let(f"select i1 {nan}, i16 32767, i16 {half}")
         bits = k.resize(k.let(f"bitcast float {value} to i32"), 32, 64)
         return k.resize(k.helper("rt_half_bits", bits), 64, 16)
     bits = k.let(f"bitcast float {value} to i32")

@@ -82,13 +82,9 @@ def divide(k: Kernel, instr: Instr, m: Mods) -> None:
     if signed:
         by_minus = k.let(f"sub i{bits} 0, {a}") if code == "div" else "0"
         value = k.let(f"select i1 {minus}, i{bits} {by_minus}, i{bits} {value}")
-    open_result = "-1" if code == "div" else a
-    k.write(
-        instr.operands[0],
-        bits,
-        k.let(f"select i1 {zero}, i{bits} {open_result}, i{bits} {value}"),
-        instr,
-    )
+    # PTX leaves division by zero open; this is what an H200 gives, for quotient and remainder
+    result = k.let(f"select i1 {zero}, i{bits} -1, i{bits} {value}")
+    k.write(instr.operands[0], bits, result, instr)
 
 
 def extremum(k: Kernel, instr: Instr, m: Mods) -> None:

@@ -65,7 +65,7 @@ def place(instr: Instr | None) -> tuple[str, dict[str, object]]:
 def address(value: int, launch: Launch, regions: Sequence[Region]) -> str:
     """An address by name: the nearest buffer and the distance, or the offset in shared memory."""
     value &= (1 << 64) - 1
-    if value >> 32 == L.SHARED_TAG or value < 1 << 32:
+    if value >> 32 == L.SHARED_TAG or value < 1 << 32 and not _near(value, regions):
         low = value & 0xFFFFFFFF
         rank, off = low >> L.RANK_SHIFT, (low & ((1 << L.RANK_SHIFT) - 1)) - L.SMEM_START
         return f"shared memory byte {off}" + (f" of cluster rank {rank}" if launch.cluster else "")
@@ -89,6 +89,11 @@ def address(value: int, launch: Launch, regions: Sequence[Region]) -> str:
         else f"byte {value - r.base}, past the end of"
     )
     return f"{side} {r.name} ({r.size} bytes)"
+
+
+def _near(value: int, regions: Sequence[Region]) -> bool:
+    """Whether a buffer is close by: this machine may place buffers below 4 GiB, where shared addresses lie too."""
+    return any(r.base - (1 << 16) <= value < r.base + r.size + (1 << 16) for r in regions)
 
 
 def coordinates(linear: int, shape: tuple[int, int, int]) -> str:

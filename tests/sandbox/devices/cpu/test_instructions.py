@@ -148,8 +148,8 @@ INTEGER: dict[str, Int] = {
     "mad.hi.u32 %ro, %ra, %rb, %rc;": lambda a, b, c: (a * b >> 32) + c,
     "div.u32 %ro, %ra, %rb;": lambda a, b, c: a // b if b else M32,
     "div.s32 %ro, %ra, %rb;": lambda a, b, c: divide(signed(a), signed(b)),
-    "rem.u32 %ro, %ra, %rb;": lambda a, b, c: a % b if b else a,
-    "rem.s32 %ro, %ra, %rb;": lambda a, b, c: signed(a) - divide(signed(a), signed(b)) * signed(b) if b else a,
+    "rem.u32 %ro, %ra, %rb;": lambda a, b, c: a % b if b else M32,
+    "rem.s32 %ro, %ra, %rb;": lambda a, b, c: signed(a) - divide(signed(a), signed(b)) * signed(b) if b else M32,
     "min.s32 %ro, %ra, %rb;": lambda a, b, c: min(signed(a), signed(b)),
     "max.u32 %ro, %ra, %rb;": lambda a, b, c: max(a, b),
     "abs.s32 %ro, %ra;": lambda a, b, c: abs(signed(a)),
@@ -209,7 +209,7 @@ INTEGER: dict[str, Int] = {
     "popc.b64 %ro, %rda;": lambda a, b, c: (b << 32 | a).bit_count(),
     "bfe.u64 %rdo, %rda, 17, 30;": lambda a, b, c: (b << 32 | a) >> 17 & (1 << 30) - 1,
     "max.s64 %rdo, %rda, %rdb;": lambda a, b, c: max(signed(b << 32 | a, 64), signed(c << 32 | b, 64)),
-    "rem.u64 %rdo, %rda, %rdb;": lambda a, b, c: (b << 32 | a) % (c << 32 | b) if c << 32 | b else (b << 32 | a),
+    "rem.u64 %rdo, %rda, %rdb;": lambda a, b, c: (b << 32 | a) % (c << 32 | b) if c << 32 | b else M64,
 }  # fmt: skip
 
 
@@ -439,7 +439,7 @@ def test_packed_halves_and_small_floats() -> None:
 
     assert np.array_equal(got[0][ok], pair(ta.bfloat16(), tb.bfloat16())[ok])
     assert np.array_equal(got[1][ok], pair(ta.half(), tb.half())[ok])
-    relu = pair(torch.where(ta < 0, 0.0, ta).bfloat16(), torch.where(tb < 0, 0.0, tb).bfloat16())
+    relu = pair(torch.where(ta <= 0, 0.0, ta).bfloat16(), torch.where(tb <= 0, 0.0, tb).bfloat16())
     assert np.array_equal(got[2][ok], relu[ok])
     for index, kind, top in ((3, torch.float8_e4m3fn, 448.0), (4, torch.float8_e5m2, 57344.0)):
         x, y = (
