@@ -4,6 +4,7 @@ verified.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def summarise(place: Place, ended: Ended, settings: RunSettings) -> Summary:
         "spent": {
             "minutes": run["elapsed"] / 60, "usd": sum(priced),
             "unpriced_calls": len(calls) - len(priced), "calls": len(calls),
-            "tokens": sum((c["input_tokens"] or 0) + (c["output_tokens"] or 0) for c in calls),
+            "tokens": _tokens(calls), "gpu_seconds": gpu_seconds(place, ended.run),
+            "failed": _unanswered(calls, lost=False), "lost": _unanswered(calls, lost=True),
         },
         "best": None,
     }  # fmt: skip
@@ -75,6 +77,21 @@ def summarise(place: Place, ended: Ended, settings: RunSettings) -> Summary:
     return Summary(data, _text(data, None, None))
 
 
+def _tokens(calls: Sequence[Mapping[str, Any]]) -> int:
+    return sum((c["input_tokens"] or 0) + (c["output_tokens"] or 0) for c in calls)
+
+
+def _unanswered(calls: Sequence[Mapping[str, Any]], lost: bool) -> dict[str, Any]:
+    """Attempts that were paid and gave nothing of use; the lost ones at their estimates."""
+    found = [c for c in calls if c["error"] and c["error"].startswith("Lost:") is lost]
+    cost = sum(c["cost"] or 0.0 for c in found)
+    return {"attempts": len(found), "tokens": _tokens(found), "usd": cost}
+
+
+def gpu_seconds(place: Place, run: str) -> float:
+    return sum(j["gpu_seconds"] for j in place.workspace.run(run).judgements())
+
+
 def _text(data: dict[str, Any], verdict: Verdict | None, folder: Path | None) -> str:
     spent = data["spent"]
     how = STOPS.get(
@@ -83,10 +100,24 @@ def _text(data: dict[str, Any], verdict: Verdict | None, folder: Path | None) ->
     lines = [
         f"run {data['run']}: {how}",
         f"  {data['candidates']} candidates in {data['rounds']} rounds, {data['passed']} passed; "
-        f"{spent['minutes']:.1f} min, {spent['calls']} model calls, {spent['tokens']:,} tokens, "
+        f"{spent['minutes']:.1f} min, {spent['gpu_seconds']:.0f} s judging, "
+        f"{spent['calls']} model calls, {spent['tokens']:,} tokens, "
         f"${spent['usd']:.2f}"
         + (f" and {spent['unpriced_calls']} unpriced" if spent["unpriced_calls"] else ""),
     ]
+    for key, words in (
+        ("failed", "model calls answered nothing of use"),
+        (
+            "lost",
+            "model calls were cut off and may have been paid for nothing; counted by estimate",
+        ),
+    ):
+        found = spent[key]
+        if found["attempts"]:
+            lines.append(
+                f"  of these {found['attempts']} {words}: {found['tokens']:,} tokens, "
+                f"${found['usd']:.2f}"
+            )
     if verdict is not None:
         lines += _numbers(data, verdict)
         lines.append(f"  kernel: {folder}")

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from agent.book import Book
 from agent.fakes import kernel
 from agent.models.base import (
+    Completion,
     ContextError,
     CreditError,
     ModelError,
     OverloadError,
+    RateError,
     RefusalError,
     TruncationError,
+    Usage,
 )
 from agent.models.llm import ModelProposer
 from agent.models.scripted import ScriptedModel
 from agent.search import Limits
-from agent.summary import exit_code
+from agent.summary import exit_code, summarise
 
 PLAN = json.dumps(
     {"directions": [{"title": "fuse", "detail": "d", "predicted_gain": 1.2, "parent": 0}]}
@@ -133,3 +138,28 @@ def test_a_provider_out_of_reach_stops_the_run_which_can_go_on(kit: Any) -> None
     model = ScriptedModel({"plan": [PLAN], "propose": [answer(80)], "reflect": [LESSONS]})
     again = kit.go(ended.run, ModelProposer("openai", Book()), model)
     assert again.incumbent == 1
+
+
+def test_what_failed_and_retried_attempts_cost_is_in_the_record_and_the_summary(kit: Any) -> None:
+    """A stream that broke, a truncation and a refusal were all paid for; a 429 was not."""
+    broken = OverloadError("broke off", 0.0, Completion("ha", Usage(100, 2), 0.25, "m"))
+    cut = TruncationError("cut", Completion("half", Usage(100, 50), 0.5, "m"))
+    refused = RefusalError("no", Completion("I can't", Usage(100, 3), 0.125, "m"))
+    script = {"propose": [broken, RateError("slow down", 0.0), cut, answer(80), refused]}
+    ended, model, rows = go(kit, script, rounds=2, k=1)
+    assert ended.incumbent == 1 and rows[2]["message"].startswith("the model declined")
+    failed = [c for c in kit.queries.calls(ended.run) if c["error"]]
+    found = {
+        c["error"].partition(":")[0]: (c["input_tokens"], c["output_tokens"], c["cost"])
+        for c in failed
+    }
+    assert found == {
+        "OverloadError": (100, 2, 0.25), "TruncationError": (100, 50, 0.5),
+        "RefusalError": (100, 3, 0.125),
+    }  # fmt: skip
+    told = summarise(kit.place, ended, kit.settings())
+    assert told.data["spent"]["failed"] == {"attempts": 3, "tokens": 355, "usd": 0.875}
+    assert told.data["spent"]["lost"]["attempts"] == 0
+    priced = 0.01 * (len(model.prompts) - 4)
+    assert told.data["spent"]["usd"] == pytest.approx(0.875 + priced)
+    assert "of these 3 model calls answered nothing of use: 355 tokens, $0.88" in told.text
