@@ -103,6 +103,8 @@ class Keeper:
                 verdict = self._after_trouble(job, place, verdict, ended)
             if winner.wants(job, verdict):
                 verdict = self._with_tools(job, place, verdict)
+            if winner.counts(job, verdict):
+                verdict = self._with_counters(job, place, verdict)
             seconds = {"lock": waited, "held": time.monotonic() - begin}
             return replace(verdict, seconds={**verdict.seconds, **seconds})
 
@@ -165,6 +167,14 @@ class Keeper:
         if "sanitizer" in verdict.profile:
             self.proven.discard(str(place.gpu))
         seconds = {"sanitizer": time.monotonic() - begin}
+        return replace(verdict, seconds={**verdict.seconds, **seconds})
+
+    def _with_counters(self, job: JudgeJob, place: Place, verdict: Verdict) -> Verdict:
+        begin = time.monotonic()
+        with self._scratch() as folder:
+            at = replace(place, scratch=folder, level=self.levels.get(str(place.gpu), 0))
+            verdict = winner.count(self.start, at, job, verdict, self.settings.tools)
+        seconds = {"counters": time.monotonic() - begin}
         return replace(verdict, seconds={**verdict.seconds, **seconds})
 
     def _verdict(self, job: JudgeJob, ended: Ended) -> Verdict:

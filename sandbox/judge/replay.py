@@ -2,9 +2,10 @@
 
 `python -m sandbox.judge.replay FOLDER MODE`, without torch: the only kernels that a tool sees are the candidate's and
 one of ours. Each buffer is an allocation of its own of exactly its size, so that the tool knows where it ends. FOLDER
-holds the artifact's path (`artifact`) and what buffers hold (`NAME.bin`). Modes: `control` launches the plans, then a
-control kernel that is wrong in four known ways; `cut` gives buffers that a step writes half their memory, and `unset`
-leaves inputs unwritten, so that a tool that looks at the candidate's kernels must complain. It compares nothing.
+holds the artifact's path (`artifact`) and what buffers hold (`NAME.bin`). Modes: `plain` launches the plans alone;
+`control` launches them, then a control kernel that is wrong in four known ways; `cut` gives buffers that a step writes
+half their memory, and `unset` leaves inputs unwritten, so that a tool that looks at the candidate's kernels must
+complain. It compares nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sandbox.devices.base import Faulted, Refused
 from sandbox.devices.cuda import CudaDevice
 from sandbox.devices.cuda_driver import CudaDriver, CudaError
 
-MODES = ("control", "cut", "unset")
+MODES = ("plain", "control", "cut", "unset")
 STEPS = 2
 WAIT_S = 55.0
 CONTROL = "kernelgen_control"

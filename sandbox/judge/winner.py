@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox.artifact import Artifact
 from sandbox.jobs import JudgeJob
-from sandbox.judge import sanitize
+from sandbox.judge import ncu, sanitize
 from sandbox.judge.child import Ended
 from sandbox.judge.confine import LEVELS, Room, confine, folders_of
 from sandbox.judge.progress import Progress
@@ -35,10 +35,57 @@ class Tools:
     find: Callable[[], Path | None] = sanitize.find
     make: Maker | None = None
     total_s: float = sanitize.TOTAL_S
+    counters: Callable[[], Path | None] = ncu.find
 
 
 def wants(job: JudgeJob, verdict: Verdict) -> bool:
     return job.tier is Tier.PROMOTE and verdict.status is Status.PASSED
+
+
+def counts(job: JudgeJob, verdict: Verdict) -> bool:
+    """Whether Nsight Compute looks at it: winners, or with KERNELGEN_COUNTERS=all whatever has passed; `off`: none."""
+    wanted = os.environ.get("KERNELGEN_COUNTERS", "winners")
+    passed = verdict.status is Status.PASSED and job.timeline is None
+    return passed and (wanted == "all" or (wanted == "winners" and job.tier is Tier.PROMOTE))
+
+
+def count(
+    start: Start, place: Place, job: JudgeJob, verdict: Verdict, tools: Tools = Tools()
+) -> Verdict:
+    """The verdict with what the hardware counted (`profile.ncu`), or with the reason why nothing was."""
+    tool = tools.counters()
+    if tool is None:
+        found: Mapping[str, Any] = {
+            "unavailable": "no ncu on this host: time, registers and machine code remain"
+        }
+        return replace(verdict, profile={**verdict.profile, "ncu": found})
+    made = start(lambda p: _dump(job, place, tools.make or write_tensors, p), DUMP_S, None)
+    if made.cause != "result" or made.result is None or not made.result.get("ok"):
+        why = (made.result or {}).get("why") or made.log.splitlines()[-1:] or made.cause
+        found = {"unavailable": f"the replay could not be prepared ({str(why)[:200]})"}
+        return replace(verdict, profile={**verdict.profile, "ncu": found})
+    found = {"unavailable": "not tried"}
+    for level in dict.fromkeys((place.level, len(LEVELS) - 1)):
+        at = replace(place, level=level)
+        ended = start(lambda p, at=at: _read_counters(at, tool, p), ncu.SECONDS + 30.0, None)
+        found = (ended.result or {}).get("counters") or {
+            "unavailable": (ended.log.splitlines()[-1:] or [str(ended.cause)])[0][:200]
+        }
+        if "unavailable" not in found:
+            break
+    return replace(verdict, profile={**verdict.profile, "ncu": found})
+
+
+def _read_counters(place: Place, tool: Path, progress: Progress) -> Mapping[str, Any]:
+    """In a child: the tool over a replay."""
+    _see_one_gpu(place)
+    alone = sanitize.own_network()
+    read = (*_artifact_folder(place), tool.resolve().parent)
+    isolation = confine(place.parent, _room(place, progress, read), talks=True)
+    isolation |= {"network": "its own loopback" if alone else "the machine's"}
+    progress.confined(isolation)
+    progress.enter("ncu")
+    return {"counters": ncu.collect(tool, place.scratch), "isolation": isolation}
 
 
 def check(

@@ -46,7 +46,7 @@ def step(t, cfg, stream):
 def norm_with_marks(seed: str) -> str:
     """The example target's seed, with two phases of work."""
     marks = {
-        "from cutlass import BFloat16, Float32\n": "from cutlass import BFloat16, Float32\nfrom kernelgen import timeline\n",
+        "import cutlass.cute as cute\n": "import cutlass.cute as cute\nfrom kernelgen import timeline\n",
         "y: cute.Tensor, cfg: cutlass.Constexpr": "y: cute.Tensor, phases, cfg: cutlass.Constexpr",
         "    if row < cfg.dims.rows:\n": "    track = timeline.track(phases, bid, tid == 0)\n"
         '    timeline.mark(track, "sum", 1)\n    if row < cfg.dims.rows:\n',
