@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from agent.models.base import (
     AuthError,
     Completion,
     CreditError,
+    Estimate,
     ModelError,
     OverloadError,
     Prompt,
@@ -24,7 +28,8 @@ from agent.models.base import (
 )
 from agent.models.calls import ATTEMPTS, Clerk, Gate
 from agent.models.scripted import ScriptedModel
-from agent.search import Limits
+from agent.models.wire import WireLog
+from agent.search import Limits, Spent
 from agent.workspace import Workspace
 
 PROMPT = Prompt("propose", "stable", "body", max_output_tokens=100)
@@ -131,8 +136,6 @@ def test_a_call_that_would_break_the_budget_is_not_made(tmp_path: Path) -> None:
 
 
 def test_calls_in_flight_count_against_the_budget() -> None:
-    from agent.search import Spent
-
     ledger = Ledger(Limits(usd=1.0))
     with ledger.reserve(Spent(usd=0.7)) as use:
         with pytest.raises(StopRun), ledger.reserve(Spent(usd=0.4)):
@@ -144,11 +147,63 @@ def test_calls_in_flight_count_against_the_budget() -> None:
 
 
 def test_the_clock_ends_a_run_across_sessions() -> None:
-    from agent.search import Spent
-
     seconds = [0.0]
     ledger = Ledger(Limits(minutes=2.0), Spent(minutes=1.0), clock=lambda: seconds[0])
     ledger.check()
     seconds[0] = 61.0
     with pytest.raises(StopRun):
         ledger.check()
+
+
+def test_one_rate_limit_holds_back_every_call_of_the_run(tmp_path: Path) -> None:
+    """Six calls at once, the first is told to slow down: nobody asks until then, then one by one."""
+    desk = Desk(tmp_path, [])
+    seen: list[tuple[float, int]] = []
+    flying = [0]
+    lock = threading.Lock()
+
+    class Busy:
+        name = "busy"
+
+        def complete(self, prompt: Prompt, schema: object = None) -> Completion:
+            with lock:
+                first = not seen
+                flying[0] += 1
+                seen.append((desk.time, flying[0]))
+            time.sleep(0.02)
+            with lock:
+                flying[0] -= 1
+            if first:
+                raise RateError("slow down", 30.0)
+            return Completion("answer", Usage(1, 1), 0.0, "busy")
+
+        def estimate(self, prompt: Prompt) -> Estimate:
+            return Estimate(10, 0.0)
+
+    clerk = replace(desk.clerk, model=Busy())
+    with pytest.raises(Waiting):
+        replace(clerk, sleep=lambda s: True).scope("first").complete(PROMPT)
+    assert clerk.gate.left() == 30.0
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(clerk.scope(f"s{i}").complete, PROMPT) for i in range(6)]
+        assert [a.result().text for a in asked] == ["answer"] * 6
+    after = seen[1:]
+    assert all(when >= 30.0 for when, _ in after)  # held back until the provider was ready
+    assert after[0][1] == 1 and not clerk.gate.narrow
+
+
+def test_a_budget_counts_what_a_killed_session_had_in_flight(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, ["answer"])
+    question = {
+        "scope": "s", "n": 0, "attempt": 0, "role": "propose", "model": "m", "prompt": PROMPT.sha256,
+        "prompt_blob": "p", "key": "k", "tokens": 110, "answer_tokens": 100, "cost": 0.75,
+        "date": "now",
+    }  # fmt: skip
+    WireLog.begin(desk.files.attempt("s", 0, 0).with_suffix(".log"), question)
+    assert spent_before(desk.files, 0).usd == 0.75
+    with pytest.raises(StopRun):
+        Ledger(Limits(usd=0.7), spent_before(desk.files, 0)).check()
+    desk.clerk.sweep()
+    assert spent_before(desk.files, 0) == Spent(usd=0.75, tokens=110)
+    (row,) = desk.files.calls()
+    assert row["error"].startswith("Lost:") and row["estimated"]

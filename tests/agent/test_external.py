@@ -16,6 +16,7 @@ from agent.fakes import kernel
 from agent.models.external import External, offer
 from agent.models.replay import Replay
 from agent.models.scripted import ScriptedProposer
+from agent.models.tuner import Tuner
 from agent.runner import Party, Run, Services, Session, advance, load_settings, make_ledger
 from agent.search import Limits
 from sandbox.jobs import JudgeJob
@@ -98,6 +99,24 @@ def test_replay_judges_a_recorded_runs_proposals_again(kit: Any) -> None:
     assert (ended.stop, ended.incumbent) == ("exhausted", 2)
     again = kit.queries.candidates(run)
     assert [r["source"] for r in again] == [r["source"] for r in rows]
+
+
+def test_a_tuner_run_replayed_is_judged_afresh_and_ranks_the_same(kit: Any) -> None:
+    limits = Limits(rounds=9, stop_at=None)
+    first = kit.go(kit.new(proposer="tuner", k=2, limits=limits), Tuner())
+    rows = kit.queries.candidates(first.run)
+    before = len(kit.judge.calls)
+    run = kit.new(proposer="replay", k=2, limits=limits)
+    ended = kit.go(run, Replay(rows, kit.place.workspace))
+    again = kit.queries.candidates(run)
+    assert len(kit.judge.calls) - before == len(rows) == 6  # each one, and the seed, anew
+
+    def story(rows: Any) -> Any:
+        ranked = sorted(rows, key=lambda r: r["us"])
+        return [(r["seq"], r["source"], r["tunables"], r["us"], r["promoted"]) for r in ranked]
+
+    assert story(again) == story(rows)
+    assert ended.incumbent == first.incumbent
 
 
 class Elsewhere:

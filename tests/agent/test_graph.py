@@ -15,6 +15,7 @@ from agent.models.base import Unavailable
 from agent.models.scripted import ScriptedProposer
 from agent.runner import load_settings, save_settings, with_limits
 from agent.search import Limits
+from sandbox.jobs import CompileJob, CompileOutcome
 from sandbox.verdict import Tier
 
 
@@ -167,3 +168,31 @@ def test_a_defect_of_ours_costs_its_candidate_and_not_the_run(kit: Any) -> None:
     assert ended.incumbent == 1
     trace = kit.place.workspace.run(run).folder / "crashes" / "2-0.txt"
     assert "a defect" in trace.read_text()
+
+
+def test_a_verified_gain_is_in_kernels_out_before_its_round_ends(kit: Any) -> None:
+    """Two candidates a round; the disk dies while the second is compiled: the first is there."""
+    sound = kit.compiler
+
+    class Dies(fakes.FakeCompiler):
+        def compile(self, job: CompileJob) -> CompileOutcome:
+            if "us=60" not in job.source:
+                return super().compile(job)
+            end = time.monotonic() + 30
+            while not any(name.endswith("-1") for name in kept(kit)) and time.monotonic() < end:
+                time.sleep(0.01)
+            raise OSError(5, "the disk is gone")
+
+    kit.compiler = Dies(sound.root)
+    run = kit.new(k=2, limits=Limits(rounds=1, stop_at=None))
+    sources = [kernel(80), kernel(60)]
+    with pytest.raises(OSError, match="the disk is gone"):
+        kit.go(run, ScriptedProposer(sources))
+    assert kept(kit) == [f"{run}-0", f"{run}-1"]
+    kit.compiler = sound
+    assert kit.go(run, ScriptedProposer(sources)).incumbent == 2
+    assert kept(kit) == [f"{run}-2"]
+
+
+def kept(kit: Any) -> list[str]:
+    return sorted(p.parent.name for p in kit.place.out.glob("*/*/[!.]*/verdict.json"))

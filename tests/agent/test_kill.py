@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 
+from agent.budget import Ledger, spent_before
+from agent.heartbeat import beating, elapsed_of
+from agent.models.base import StopRun
+from agent.search import Limits, Spent
 from agent.store import Queries, Store
-from agent.workspace import Workspace
+from agent.workspace import RunFiles, Workspace
 from tests.agent import child
 
 # What a run is, without its name, its times and its dates.
@@ -110,6 +114,27 @@ def test_killed_a_few_times_it_ends_with_the_record_of_one_left_alone(tmp_path: 
 @pytest.mark.slow
 def test_killed_twenty_times_it_ends_with_the_record_of_one_left_alone(tmp_path: Path) -> None:
     kill_and_compare(tmp_path, 20, seed=7)
+
+
+def test_the_minutes_of_a_killed_session_are_spent_all_the_same(tmp_path: Path) -> None:
+    def work() -> None:
+        with beating(Ledger(Limits(), Spent(minutes=2.0)), tmp_path / "clock.json", 0.05):
+            time.sleep(60)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    end = time.monotonic() + 20
+    while elapsed_of(tmp_path / "clock.json") < 120.3 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    known = elapsed_of(tmp_path / "clock.json")
+    assert 120.3 <= known < 140
+    ledger = Ledger(Limits(minutes=2.0), spent_before(RunFiles(tmp_path), known))
+    with pytest.raises(StopRun) as stop:
+        ledger.check()
+    assert stop.value.reason == "minutes"
 
 
 @pytest.fixture(autouse=True)
