@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def facts(driver: Driver, state: Path | None) -> DeviceFacts:
             "pageable_memory_access": a["PAGEABLE_MEMORY_ACCESS"],
             "clock_khz": a["CLOCK_RATE"],
             "memory_clock_khz": a["MEMORY_CLOCK_RATE"],
+            **({} if (roofline := stored_roofline(state, uuid)) is None else {"roofline": roofline}),
         },
     )
 
@@ -90,8 +92,30 @@ def store_stream_rate(state: Path, device: DeviceFacts, rate: float) -> None:
     """Keep a measured streaming rate (bytes per second) under the card's uuid and its name. Raises OSError."""
     stored = _read(state)
     entry = {"stream_rate": rate, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    stored[str(device.extra["uuid"])] = entry
+    own = stored.get(str(device.extra["uuid"]))
+    stored[str(device.extra["uuid"])] = {**(own if isinstance(own, dict) else {}), **entry}
     stored[device.name] = entry
+    _write(state, stored)
+
+
+def stored_roofline(state: Path | None, uuid: str) -> dict[str, Any] | None:
+    """What was measured of this very card beside its streaming rate; None if nothing was."""
+    entry = _read(state).get(uuid)
+    found = entry.get("roofline") if isinstance(entry, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def store_roofline(state: Path, device: DeviceFacts, found: Mapping[str, Any]) -> None:
+    """Keep measured facts under the card's uuid, with the date. Raises OSError."""
+    stored = _read(state)
+    uuid = str(device.extra["uuid"])
+    own = stored.get(uuid)
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    stored[uuid] = {**(own if isinstance(own, dict) else {}), "roofline": {**found, "date": when}}
+    _write(state, stored)
+
+
+def _write(state: Path, stored: Mapping[str, Any]) -> None:
     state.mkdir(parents=True, exist_ok=True)
     temporary = state / f".{STORED}.{os.getpid()}"
     temporary.write_text(json.dumps(stored, indent=1, sort_keys=True))

@@ -16,6 +16,7 @@ from sandbox import canary, judge_wire
 from sandbox.devices import cuda_rate
 from sandbox.devices.base import Device, Faulted, Refused
 from sandbox.devices.cuda import CudaDevice
+from sandbox.devices.roofline import measure as roofline
 from sandbox.jobs import JudgeJob
 from sandbox.judge.confine import Room, confine, folders_of
 from sandbox.judge.progress import Progress, WatchedDevice
@@ -117,6 +118,8 @@ def probe(place: Place, progress: Progress) -> Mapping[str, Any]:
         if result.ok and isinstance(device, CudaDevice):
             progress.enter("stream rate")
             cuda_rate.remember(device)
+            progress.enter("roofline")
+            roofline.remember(device)
         facts = asdict(device.facts())
     except (Refused, Faulted) as error:
         return {

@@ -9,6 +9,7 @@ from sandbox import canary
 from sandbox.devices import cuda_rate
 from sandbox.devices.base import Refused
 from sandbox.devices.cuda import CudaDevice
+from sandbox.devices.roofline import measure as roofline
 from sandbox.verdict import Status
 from tests.sandbox.devices import kernels
 
@@ -167,3 +168,18 @@ def test_the_streaming_rate_is_plausible_and_kept(device: CudaDevice, tmp_path: 
     assert kept == device.facts().stream_rate
     assert kept == pytest.approx(rate, rel=0.1)
     device.state = None
+
+
+def test_the_roofline_is_plausible_and_kept(device: CudaDevice, tmp_path: Path) -> None:
+    device.state = tmp_path
+    device.forget_facts()
+    found = roofline.remember(device)
+    assert found is not None and "missing" not in found, found
+    assert 0.05 < found["flag_us"] < 5 and 0.2 < found["grid_barrier_us"] < 10
+    assert found["graph_node_gap_us"] < 20 and found["launch_gap_us"] < 50
+    assert (
+        found["l2_read_bytes_per_s"]
+        > found["stream_read_bytes_per_s"]
+        > 0.5 * found["copy_bytes_per_s"]
+    )
+    assert device.facts().extra["roofline"]["flag_us"] == found["flag_us"]

@@ -1,0 +1,78 @@
+"""The probes of the roofline do what their time is taken for; they assemble; what is measured is kept by card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sandbox.artifact import Buffer
+from sandbox.devices import cuda_facts
+from sandbox.devices.cpu import CpuDevice
+from sandbox.devices.cuda_toolchain import build
+from sandbox.devices.roofline import kernels
+from sandbox.devices.roofline.kernels import Probe
+from tests.sandbox.devices.fake_driver import FakeDriver
+
+PROBES = {
+    "empty": kernels.empty(3), "empty_pdl": kernels.empty(3, pdl=True), "barrier": kernels.barrier(132, 500),
+    "ping": kernels.ping(500), "l2_read": kernels.l2_read(264, 1 << 24, 64),
+}  # fmt: skip
+
+
+def run(p: Probe, x: torch.Tensor) -> torch.Tensor:
+    device = CpuDevice()
+    y = torch.zeros(p.out, dtype=torch.uint32)
+    program = device.load(kernels.artifact(p, "sm_90a"))
+    program.bind("step", {"states.x": x, "outputs.y": y}).launch()
+    device.synchronize()
+    return y
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_probes_assemble_for_both_generations(name: str) -> None:
+    for arch in ("sm_90a", "sm_100a"):
+        made = kernels.artifact(PROBES[name], arch)
+        assert len(made.step.launches) == PROBES[name].count
+        assert all(r.spill_stores == 0 for r in build(made).resources)
+
+
+def test_every_block_passes_every_barrier() -> None:
+    x = torch.zeros(32, dtype=torch.uint32)
+    seen = run(kernels.barrier(3, 4), x)
+    assert int(x[0]) == 12 and min(seen.tolist()) >= 12
+
+
+def test_flags_go_there_and_back() -> None:
+    x = torch.zeros(kernels.PING_WORDS, dtype=torch.uint32)
+    seen = run(kernels.ping(5), x)
+    assert x[0] == 5 and x[32] == 5 and seen.tolist() == [5, 5]
+
+
+def test_a_round_of_reads_covers_the_buffer() -> None:
+    """One block, one round, a buffer as large as its reads: the exclusive or over threads is the buffer's."""
+    size = kernels.L2_THREADS * 16 * kernels.L2_UNROLL
+    p = kernels.l2_read(1, size, 1)
+    assert kernels.l2_bytes(p) == size
+    x = torch.from_numpy(np.random.default_rng(1).integers(0, 2**32, size // 4, dtype=np.uint32))
+    y = run(p, x)
+    assert np.bitwise_xor.reduce(y.numpy()) == np.bitwise_xor.reduce(x.numpy())
+
+
+def test_facts_are_kept_for_the_card_beside_its_rate(tmp_path: Path) -> None:
+    facts = cuda_facts.facts(FakeDriver(), tmp_path)
+    cuda_facts.store_roofline(tmp_path, facts, {"flag_us": 0.7})
+    cuda_facts.store_stream_rate(tmp_path, facts, 4.4e12)
+    again = cuda_facts.facts(FakeDriver(), tmp_path)
+    assert again.extra["roofline"]["flag_us"] == 0.7 and again.stream_rate == 4.4e12
+    other = replace(facts, extra={**facts.extra, "uuid": "GPU-other"})
+    cuda_facts.store_stream_rate(tmp_path, other, 4.3e12)
+    assert cuda_facts.stored_roofline(tmp_path, "GPU-other") is None
+    assert cuda_facts.stored_roofline(tmp_path, str(facts.extra["uuid"])) is not None
+
+
+def test_written_words_are_states() -> None:
+    assert isinstance(kernels.artifact(kernels.ping(1), "sm_90a").buffer("states.x"), Buffer)
