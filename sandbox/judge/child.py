@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from sandbox import judge_wire
+from sandbox.judge import liveness
 from sandbox.judge.progress import Progress
 from sandbox.strict import Malformed
 
@@ -38,7 +39,8 @@ class Watch:
 @dataclass(frozen=True)
 class Ended:
     """How a child ended. `result` with cause `result` alone; `signal`: death by signal; `log`: what it printed last;
-    `isolation`: what it had given up by then."""
+    `isolation`: what it had given up by then; `kernel`: progress words of the kernel (`sandbox.judge.liveness`), read
+    twice before a child over its deadline was killed."""
 
     cause: Cause
     result: Mapping[str, Any] | None
@@ -52,6 +54,7 @@ class Ended:
     code: int | None = None
     log: str = ""
     isolation: Mapping[str, Any] = field(default_factory=dict)
+    kernel: tuple[liveness.Rows, liveness.Rows] = ((), ())
 
 
 def run(work: Work, deadline_s: float, watch: Watch | None = None) -> Ended:
@@ -76,11 +79,12 @@ def run(work: Work, deadline_s: float, watch: Watch | None = None) -> Ended:
             _end(pid, "cancelled")
             raise
         phase, in_flight, launches = progress.read()
+        kernel = _kernel_words(progress) if cause == "deadline" and in_flight else ([], [])
         reaped, sig, code = _end(pid, cause)
         assert os.getpid() == parent
         return Ended(
             cause, result, phase, in_flight, launches, time.monotonic() - begin, pid, reaped, sig, code,
-            _tail(log), progress.isolation(),
+            _tail(log), progress.isolation(), kernel,
         )  # fmt: skip
     finally:
         os.close(read_end)
@@ -109,6 +113,15 @@ def _child(work: Work, progress: Progress, write_end: int, log: int) -> NoReturn
     finally:
         # No interpreter shutdown: destructors would talk to a context that may be broken.
         os._exit(code)
+
+
+def _kernel_words(
+    progress: Progress,
+) -> tuple[liveness.Rows, liveness.Rows]:
+    before = progress.kernel_rows()
+    if before:
+        time.sleep(liveness.APART_S)
+    return before, progress.kernel_rows()
 
 
 def _wait(

@@ -19,7 +19,7 @@ from typing import Any
 from sandbox import judge_wire
 from sandbox.devices.base import Device
 from sandbox.jobs import JudgeJob
-from sandbox.judge import child, lease, rounds, winner
+from sandbox.judge import child, lease, liveness, rounds, winner
 from sandbox.judge.child import Ended, Watch
 from sandbox.judge.confine import LEVELS, UNBOXED
 from sandbox.judge.progress import Progress
@@ -268,9 +268,11 @@ def explain(ended: Ended, deadline_s: float) -> tuple[Status, Failure]:
         return Status.CANCELLED, Failure("cancelled", f"cancelled {at}", where)
     if ended.cause == "deadline":
         if ended.in_flight:
-            return Status.HANG, Failure(
-                "deadline", f"kernels ran when {deadline_s:g} s were over, {at}", where
-            )
+            message = f"kernels ran when {deadline_s:g} s were over, {at}"
+            before, after = ended.kernel
+            readings = iter((before, after))
+            failure = Failure("deadline", message, where)
+            return Status.HANG, liveness.explain(failure, lambda: next(readings), lambda s: None)
         return Status.INFRA, Failure("deadline", f"not done after {deadline_s:g} s, {at}", where)
     if ended.cause == "garbled":
         return Status.INFRA, Failure("garbled", f"the judging process sent no frame, {at}", where)

@@ -11,7 +11,7 @@ import torch
 
 from sandbox.artifact import Artifact, Buffer
 from sandbox.devices.base import Bound, Device, Faulted, Program
-from sandbox.judge import poison
+from sandbox.judge import liveness, poison
 from sandbox.judge.arena import Arena, Place
 from sandbox.judge.case import Case
 from sandbox.judge.digest import checksums
@@ -111,6 +111,8 @@ class Rig:
 
     def launch(self, phase: str) -> None:
         """One step, waited for; then guards, inputs, weights and constants are checked. Raises Faulted."""
+        if liveness.NAME in self.arena:  # what the step before wrote says nothing of this one
+            clear([self.arena[liveness.NAME]])
         self.step.launch()
         self.launches += 1
         self.device.synchronize()
@@ -171,5 +173,20 @@ def build(case: Case, artifact: Artifact, program: Program, label: str = "main")
     """Allocate every buffer by itself and bind the step. Raises Refused or Faulted."""
     arena = Arena([(b.name, b) for b in artifact.buffers], place_of(case, label))
     load_constants(arena, artifact)
-    step = program.bind("step", arena, undefined_of(artifact))
-    return Rig(case, artifact, program, arena, (arena,), step)
+    seen = with_progress(arena, case, artifact)
+    step = program.bind("step", seen, undefined_of(artifact))
+    return Rig(case, artifact, program, seen, (arena,), step)
+
+
+def with_progress(
+    arena: Mapping[str, torch.Tensor], case: Case, artifact: Artifact
+) -> Mapping[str, torch.Tensor]:
+    """The arena, with the progress words of a candidate that writes some where a watchdog can read them."""
+    place = getattr(case.device, "kernel_progress", None)
+    declared = next((b for b in artifact.buffers if b.name == liveness.NAME), None)
+    if place is None or declared is None or case.device.kind != "cuda":
+        return arena
+    if declared.dtype != "i32" or declared.shape[1:] != (liveness.COLUMNS,):
+        return arena
+    words = place(declared.shape[0])
+    return arena if words is None else {**arena, liveness.NAME: words}
