@@ -9,6 +9,7 @@ step.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -217,8 +218,8 @@ def decode(rows: Table, phases: tuple[tuple[str, str], ...], blocks: int) -> Tra
 
 def _sharpen(pairs: list[tuple[Table, Table]]) -> list[npt.NDArray[np.float64]]:
     """Nanoseconds. A coarse global timer gives each track its offset; the SM's clock gives the steps between."""
-    steps = [d for now, _ in pairs for d in np.diff(now).tolist() if d > 0]
-    if not steps or min(steps) < COARSE_NS:
+    tick = math.gcd(*(int(d) for now, _ in pairs for d in np.diff(now)))
+    if tick < COARSE_NS:
         return [now.astype(np.float64) for now, _ in pairs]
     unwrapped = [np.cumsum(np.diff(t, prepend=t[:1]) % (1 << 32)) for _, t in pairs]
     spans = [
