@@ -156,6 +156,7 @@ def test_a_run_judged_elsewhere_is_brought_on_by_record(call: Call, tmp_path: Pa
     Path("w.json").write_text(json.dumps({**verdict, "artifact": "0" * 64}))
     strange = call("record", run, "w.json")
     assert (strange.exit_code, "does not have" in strange.stderr) == (1, True)
+    assert call("resume", run).exit_code == 3  # a verdict on something else lets nothing go on
     assert "1 of" not in call("record", run, "v.json").stdout
     done = call("resume", run)
     assert done.exit_code == 1, done.output
@@ -254,6 +255,31 @@ def test_ctrl_c_drains_with_exit_code_130_and_resume_finishes(
     again = call("resume", "last")
     assert again.exit_code == 0, again.output
     assert len(json.loads(call("show", "last", "--json").stdout)["candidates"]) == 6
+
+
+def test_json_on_each_command_is_one_document(call: Call, tmp_path: Path) -> None:
+    first = optimize(call, "--rounds", "1", "--max-candidates", "1", "--json")
+    run = json.loads(first.stdout)["run"]
+    (tmp_path / "v.json").write_text(call("show", f"{run}-1", "--verdict").stdout)
+    asked = {
+        "optimize": first,
+        "resume": call("resume", run, "--rounds", "2", "--max-candidates", "2", "--json"),
+        "runs": call("runs", "--json"), "show": call("show", run, "--json"),
+        "show candidate": call("show", f"{run}-1", "--json"),
+        "record": call("record", run, "v.json", "--json"),
+        "review": call("review", run, "--json"),
+        "targets": call("targets", TARGET, "--json"), "targets all": call("targets", "--json"),
+        "doctor": call("doctor", "--no-probe", "--json"),
+        "evaluate": call("evaluate", "--target", TARGET, "--device", "cpu", "seed", "--json"),
+        "compile": call("compile", "--target", TARGET, "seed", "-o", "out", "--json"),
+        "dry run": optimize(call, "--dry-run", "--json"),
+    }  # fmt: skip
+    for name, done in asked.items():
+        assert done.exit_code in (0, 1), (name, done.output)
+        assert json.loads(done.stdout)["schema"] == 1, name
+    # Those without write a file or speak a protocol on stdout.
+    without = {c for c in COMMANDS if "--json" not in call(c, "--help").stdout}
+    assert without <= {"serve", "mcp"}, without
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
