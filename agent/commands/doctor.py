@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,17 @@ import click
 from agent.commands import common
 from agent.config import KEYS, file_defaults, has_gpu
 from agent.models.base import Unavailable
-from agent.services import Wanted, device_facts, new_compiler, new_judge
+from agent.services import Wanted, device_facts, judge_state, new_compiler, new_judge
 from agent.versions import versions
 from agent.workspace import Workspace
 from sandbox.compile_client import NoIsolation
 from sandbox.judge_wire import describe_isolation as describe
+
+STORED_FACTS = "device_facts.json"
+
+
+def _chosen(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    return value if value is None else common._device(ctx, param, value)
 
 
 @click.command()
@@ -25,18 +32,30 @@ from sandbox.judge_wire import describe_isolation as describe
     default=True,
     help="Start the compile jail and the judge to see them work.",
 )
+@click.option("--device", default=None, metavar="cuda|cuda:N|cpu", callback=_chosen,
+              help="Look at this device alone.  [default: every device here]")  # fmt: skip
+@click.option(
+    "--remeasure", is_flag=True, help="Forget what was measured of the GPUs here and measure again."
+)
 @common.db_option
 @common.json_option
-def doctor(probe: bool, db: Path, as_json: bool) -> int:
+def doctor(probe: bool, device: str | None, remeasure: bool, db: Path, as_json: bool) -> int:
     """Say what works here: versions, assembler, jail, devices, keys, settings files.
+
+    Of a GPU it measures, once, and keeps: streaming reads and copies, L2, the gaps between launches
+    and between graph nodes, a grid barrier, a flag. Floors use the streaming rate, and the
+    specified rate beside it.
 
     \b
     Examples:
       kernelgen doctor
-      kernelgen doctor --no-probe --json
+      kernelgen doctor --device cuda --json
+      kernelgen doctor --no-probe
 
     Exit code 4 if kernels cannot be compiled here or no device works.
     """
+    if remeasure:
+        (judge_state() / STORED_FACTS).unlink(missing_ok=True)
     found, files = file_defaults(Path.cwd())
     data: dict[str, Any] = {
         "versions": versions(), "ptxas": _ptxas(), "gpu_present": has_gpu(),
@@ -47,7 +66,8 @@ def doctor(probe: bool, db: Path, as_json: bool) -> int:
     }  # fmt: skip
     if probe:
         data["jail"] = _jail(Workspace.beside(db))
-        data["devices"] = {d: _device(d) for d in (("cuda", "cpu") if has_gpu() else ("cpu",))}
+        there = ("cuda", "cpu") if has_gpu() else ("cpu",)
+        data["devices"] = {d: _device(d) for d in ((device,) if device else there)}
     common.emit(as_json, data, _text(data, probe))
     works = any(d["ok"] for d in data["devices"].values())
     compiles = bool(data["ptxas"]) and (not probe or data["jail"]["ok"])
@@ -87,6 +107,31 @@ def _device(device: str) -> dict[str, Any]:
         judge.close()
 
 
+def roofline(facts: Mapping[str, Any]) -> list[str]:
+    """What was measured of a device, a line each; nothing for one that models its times."""
+    lines = []
+    spec, stream = facts.get("spec_rate"), facts.get("stream_rate")
+    if stream:
+        share = f", {stream / spec:.0%} of the specified {spec / 1e12:.2f} TB/s" if spec else ""
+        lines.append(f"streaming reads {stream / 1e12:.2f} TB/s{share}")
+    found = (facts.get("extra") or {}).get("roofline") or {}
+    rates = {
+        "copy_bytes_per_s": "copies (read and written)",
+        "l2_read_bytes_per_s": "reads that hit L2",
+    }
+    lines += [f"{what} {found[k] / 1e12:.2f} TB/s" for k, what in rates.items() if k in found]
+    if "l2_bytes" in found:
+        lines.append(f"L2 {found['l2_bytes'] / 2**20:.0f} MiB")
+    gaps = {
+        "launch_gap_us": "from launch to launch", "graph_node_gap_us": "from graph node to graph node",
+        "graph_node_gap_pdl_us": "the same with programmatic launches", "grid_barrier_us": "grid barrier",
+        "flag_us": "flag from SM to SM",
+    }  # fmt: skip
+    lines += [f"{what} {found[k]:.2f} us" for k, what in gaps.items() if k in found]
+    lines += [f"{k} not measured: {why}" for k, why in (found.get("missing") or {}).items()]
+    return [*lines, f"measured {found['date']}"] if "date" in found else lines
+
+
 def _text(d: dict[str, Any], probed: bool) -> str:
     lines = [f"{name} {v}" for name, v in d["versions"].items()]
     lines.append(f"ptxas: {d['ptxas'] or 'missing: install nvidia-cuda-nvcc'}")
@@ -102,6 +147,7 @@ def _text(d: dict[str, Any], probed: bool) -> str:
                 else facts["message"]
             )
             lines.append(f"device {name}: {words}")
+            lines += [f"  {line}" for line in roofline(facts)] if facts["ok"] else []
             if facts["ok"]:
                 lines.append(f"judge on {name}: {describe(facts['isolation'])}")
     lines.append(f"GPU: {'present' if d['gpu_present'] else 'none'}")
