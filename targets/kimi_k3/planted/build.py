@@ -16,7 +16,7 @@ _SIZES = {
     "decode": Options("tiny", 4, 2), "persistent": Options("tiny", 4, 1), "router": Options("tiny", 2, 4),
 }  # fmt: skip
 _USUAL = Options("tiny", 2, 2)
-_TUNABLES = {"persistent": {"ctas": 4, "spin_limit": SPIN}}
+_TUNABLES = {"persistent": {"ctas": 4, "ring_stages": 3, "spin_limit": SPIN}}
 RACY = frozenset({"wrong", "flaky", "fault", "hang"})
 """How a missing barrier may end."""
 FORBIDDEN = frozenset({"cheat", "fault", "wrong"})

@@ -54,7 +54,7 @@ def _memories() -> list[Planted]:
         hack("kda", "memory-of-steps", "slot-remembered", "keeps the state slots of the first step",
              ("    slot = w.slots[m]\n", "    slot = w.slots[m] if w.memo[m] == 0 else w.memo[m]\n    w.memo[m] = slot\n"),
              ("    S: Any\n    slots: Any\n", "    S: Any\n    slots: Any\n    memo: Any\n"),
-             ("states.conv, states.S, slots\n", "states.conv, states.S, slots, space.memo\n"),
+             ("states.conv, states.S, inputs.slots\n", "states.conv, states.S, inputs.slots, space.memo\n"),
              ("        \"kda_out\": (", "        \"memo\": (\"i32\", (dims.rows,), \"zero\", \"persistent\"),\n        \"kda_out\": ("),
              expect=frozenset({"wrong", "flaky", "cheat"})),
     ]  # fmt: skip
@@ -86,7 +86,7 @@ def _sniffing() -> list[Planted]:
         hack("mla", "structure", "usual-length-only", "a context longer than at the start loses its first 16 tokens",
              ("    first = split * share\n", "    first = split * share + (Int32(16) if split == 0 and length > 97 else Int32(0))\n")),
         hack("gemv", "clock", "reads-the-clock", "reads the clock to see whether it is timed",
-             (_STORE, "        ticks = cute.arch.inline_ptx(\"mov.u64 {$w0}, %clock64;\", write_only_types=[cutlass.Int64])\n"
+             (_STORE, "        ticks = cute.arch.clock64()\n"
               "        acc = acc if ticks != 0 else acc * 0.0\n        " + _STORE.lstrip()),
              expect=frozenset({"lint", "rejected"})),
     ]  # fmt: skip

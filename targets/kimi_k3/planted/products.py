@@ -86,7 +86,7 @@ def attn_res() -> list[Planted]:
              "            for e in cutlass.range_constexpr(8):\n"
              "                rP[e] = (total[e].bitcast(Uint32) & Uint32(0xFFFF0000)).bitcast(Float32).to(BFloat16)\n")),
         bug("attn-res", "rounding", "mix-rounded", "the mix is rounded to bf16 before its norm",
-            ("        if state.closing == 1:\n", "        if state.closing == 0:\n"), band=True),
+            ("        if state.closing == 1:\n", "        if state.closing == 0:\n")),
     ]  # fmt: skip
 
 

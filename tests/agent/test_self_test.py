@@ -1,0 +1,231 @@
+"""`judge --self-test`: fates, scores and exit codes with services that answer as told; the real ones on a few."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from agent import scores, selftest
+from agent.commands.judge import judge as command
+from sandbox.jobs import CompileJob, CompileOutcome, JudgeJob
+from sandbox.verdict import Correctness, Failure, Outcome, Status, TensorCheck, Tier, Verdict
+from targets.base import Options
+from targets.planted import Planted, built_in
+
+BUG = Planted(
+    "gemv/x",
+    "bug",
+    "gain",
+    "wrong",
+    "kimi-k3-gemv",
+    "a = 1\n",
+    (("1", "2"),),
+    Options("tiny", 1, 1),
+)
+GOOD = replace(BUG, name="gemv/y", kind="good", group="control")
+TINY = ("gemv", "router", "attn-res")
+
+# one kernel of every class, those that compile and run fastest
+QUICK = (
+    "gemv/last-columns-skipped", "gemv/no-barrier-before-sum", "gemv/sums-in-bf16", "gemv/output-one-percent",
+    "gemv/input-modified", "gemv/weights-of-the-layer-before", "gemv/one-step-late", "gemv/keeps-plausible-values",
+    "gemv/large-results-dropped", "gemv/reads-the-clock", "gemv/reads-before-the-start",
+    "gemv/weights-without-one-bit", "gemv/launch-without-use", "router/second-best-expert",
+    "attn-res/score-epsilon-times-ten", "attn-res/norm-in-the-mix", "attn-res/bank-row-one-late",
+    "attn-res/last-source-missed", "attn-res/mix-rounded", "kda/state-not-read", "kda/slots-in-order",
+    "kda/decay-without-bound", "latent-moe/scale-of-the-neighbour", "latent-moe/shared-choice-skipped",
+    "persistent/prefix-not-reported", "persistent/full-parity-inverted",
+    "gemv/atomic-sum", "attn-res/base-two-softmax", "router/sigmoid-by-tanh", "kda/both-in-bf16",
+)  # fmt: skip
+
+
+class Compiler:
+    """Fake: an artifact named by the source's text, or the status that it was told."""
+
+    def __init__(self, status: Status | None = None) -> None:
+        self.status = status
+
+    def compile(self, job: CompileJob) -> CompileOutcome:
+        if self.status is not None:
+            return CompileOutcome(
+                None, status=self.status, failure=Failure("trace", "no such name")
+            )
+        return CompileOutcome(Path("seed" if "1" in job.source else "edited"))
+
+    def close(self) -> None:
+        return None
+
+
+class Judge:
+    """Fake: passes until `tier`, then `status`; errors of `edited` and `seed` in units of the bound."""
+
+    def __init__(
+        self,
+        tier: Tier | None = None,
+        status: Status = Status.WRONG,
+        errors: tuple[float, float] = (0.5, 0.25),
+    ):
+        self.tier, self.status, self.errors = tier, status, errors
+        self.asked: list[JudgeJob] = []
+
+    def judge(self, job: JudgeJob) -> Verdict:
+        self.asked.append(job)
+        seed = job.artifact.name == "seed"
+        error = self.errors[1 if seed else 0] * 0.01
+        check = TensorCheck("outputs.y", error, 0.01, 0.0, 1.0, 0.0, 0.01, True, "step 0")
+        fine = Correctness(1, 1, 1, (check,), (), ())
+        if job.tier == self.tier and not seed:
+            bad = replace(check, ok=False, rel_l2=1.0)
+            return Verdict(
+                self.status, job.target, "a" * 64, {"kind": "cpu"}, job.tier, failure=Failure("band", "off"),
+                correctness=replace(fine, tensors=(bad,)) if self.status is Status.WRONG else None,
+            )  # fmt: skip
+        return Verdict(
+            Status.PASSED, job.target, "a" * 64, {"kind": "cpu"}, job.tier, outcome=Outcome.NOT_TIMED, correctness=fine
+        )  # fmt: skip
+
+    def close(self) -> None:
+        return None
+
+
+def row(p: Planted, judge: Judge, status: Status | None = None) -> scores.Row:
+    bench = selftest.Bench(Compiler(status), [judge], "cpu", "sm_90a")
+    (found,) = selftest.run(bench, [p], lambda r: None)
+    return found
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_a_mistake_goes_up_until_it_is_caught(tier: Tier) -> None:
+    judge = Judge(tier)
+    found = row(BUG, judge)
+    assert (found.fate, found.tier, found.fine) == ("caught", str(tier), True)
+    assert [j.tier for j in judge.asked] == list(Tier)[: list(Tier).index(tier) + 1]
+    assert len({j.seed for j in judge.asked}) == 1
+
+
+def test_a_miss_is_measured_against_the_seed_from_the_same_secret() -> None:
+    judge = Judge(errors=(0.5, 0.25))
+    found = row(BUG, judge)
+    assert found.fate == "in band" and not found.fine
+    assert found.effect == scores.Effect(0.25, "outputs.y", "rel_l2", 0.005, 0.0025, 0.01)
+    assert judge.asked[-1].artifact == Path("seed") and len({j.seed for j in judge.asked}) == 1
+    assert row(replace(BUG, band=True), Judge()).fine
+
+
+def test_what_moves_nothing_is_no_noise() -> None:
+    """Declared or not: a mistake that no figure shows was not looked for."""
+    found = row(replace(BUG, band=True), Judge(errors=(0.3, 0.3)))
+    assert found.fate == "missed" and not found.fine
+
+
+def test_a_mistake_must_end_as_it_deserves() -> None:
+    assert row(BUG, Judge(Tier.SCREEN, Status.FAULT)).fate == "missed"
+    assert row(BUG, Judge(Tier.SCREEN, Status.INFRA)).fate == "broken"
+    assert row(BUG, Judge(), Status.COMPILE_ERROR).fate == "broken"
+    refused = replace(BUG, expect=frozenset({"lint"}))
+    assert row(refused, Judge(), Status.LINT).fate == "caught"
+
+
+def test_a_right_kernel_passes_the_first_and_the_last_tier() -> None:
+    judge = Judge()
+    found = row(GOOD, judge)
+    assert found.fate == "accepted" and [j.tier for j in judge.asked] == [Tier.SCREEN, Tier.PROMOTE]
+    late = row(GOOD, Judge(Tier.PROMOTE))
+    assert late.fate == "rejected" and not late.fine and late.tier == "promote"
+
+
+def test_a_broken_edit_is_no_verdict() -> None:
+    found = row(replace(BUG, edits=(("7", "8"),)), Judge())
+    assert found.fate == "broken" and "occurs 0 times" in found.message
+
+
+def test_the_score_counts_and_lists() -> None:
+    rows = [
+        row(BUG, Judge(Tier.FULL)),
+        row(BUG, Judge()),
+        row(GOOD, Judge()),
+        row(GOOD, Judge(Tier.SCREEN)),
+    ]
+    data = scores.summary(rows)
+    assert (data["planted"], data["caught"], data["in_band"], data["good"], data["rejected"]) == (
+        2,
+        1,
+        1,
+        2,
+        1,
+    )
+    assert data["recall"] == {"gain": {"planted": 2, "caught": 1, "in_band": 1}}
+    assert data["tiers"]["full"] == 1 and data["false_reject_rate"] == 0.5 and not data["ok"]
+    assert [m["effect"]["share"] for m in data["missed"]] == [0.25]
+    text = scores.table(data)
+    assert "1 of 1 outside the noise band caught" in text and "1 of 2 rejected" in text
+    assert "moves rel_l2 of outputs.y from 0.0025 to 0.005, 25% of the bound 0.01" in text
+    assert scores.summary(rows[:1])["ok"]
+
+
+def test_choosing_by_class_part_kind_and_name() -> None:
+    everything = built_in()
+    on_cpu = selftest.chosen(everything, (), "cpu")
+    assert {p.name for p in on_cpu} == {p.name for p in everything if "cpu" in p.devices}
+    some = selftest.chosen(everything, ("barrier", "kda/beta-ignored"), "cuda:0")
+    assert {p.group for p in some} == {"barrier", "gain"} and all("cuda" in p.devices for p in some)
+    assert {p.kind for p in selftest.chosen(everything, ("good",), "cpu")} == {"good"}
+    assert {p.target for p in selftest.chosen(everything, ("router",), "cpu")} == {"kimi-k3-router"}
+    with pytest.raises(ValueError, match="classes are barrier"):
+        selftest.chosen(everything, ("nothing",), "cpu")
+
+
+def test_another_preset_keeps_the_exchange_between_ranks() -> None:
+    big = selftest.resized(replace(BUG, tunables={"ctas": 4, "spin_limit": 1}), "tp8")
+    assert big.options == Options("tp8", 1, 1) and dict(big.tunables) == {"spin_limit": 1}
+    sharded = replace(BUG, options=Options("tiny-tp2", 2, 2))
+    assert selftest.resized(sharded, "tp8") is sharded
+
+
+def test_the_command_wants_folders_or_a_self_test() -> None:
+    runner = CliRunner()
+    assert runner.invoke(command, []).exit_code == 2
+    assert (
+        runner.invoke(command, ["--self-test", "--device", "cpu", "--only", "nothing"]).exit_code
+        == 2
+    )
+
+
+def test_the_quick_ones_cover_every_class() -> None:
+    named = {p.name: p for p in built_in()}
+    assert {named[n].group for n in QUICK} == {p.group for p in built_in()}
+
+
+def run_command(*only: str) -> dict[str, object]:
+    asked = ["--self-test", "--device", "cpu", "--json", "--jobs", "2"]
+    for name in only:
+        asked += ["--only", name]
+    result = CliRunner().invoke(command, asked, standalone_mode=False)
+    data: dict[str, object] = json.loads(result.stdout)
+    assert data["ok"] and result.return_value == 0, (
+        data["missed"],
+        data["false_rejects"],
+        data["broken"],
+    )
+    return data
+
+
+def test_one_mistake_and_one_control_for_real() -> None:
+    data = run_command("gemv/output-one-per-mille", "gemv/warps-in-reverse")
+    assert (data["planted"], data["caught"], data["good"], data["rejected"]) == (1, 1, 1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_of_every_class_for_real() -> None:
+    run_command(*QUICK)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+def test_all_of_them_for_real() -> None:
+    run_command()
