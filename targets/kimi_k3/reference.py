@@ -88,6 +88,11 @@ def _steps(part: str, run: Run, tensors: Tensors, how: tuple[Schedule, Chooser])
     return step
 
 
+def walked(run: Run, tensors: Tensors, how: tuple[Schedule, Chooser]) -> Step:
+    """One step of a stack under a schedule, routing by `how`'s chooser; for studies that carry states by themselves."""
+    return _steps("decode", run, tensors, how)
+
+
 def _shadow(part: str, run: Run, tensors: Tensors, how: tuple[str, Tensor]) -> Chooser:
     name, ids = how
     chooser = Chooser(run.shape.sizes.topk, ids)

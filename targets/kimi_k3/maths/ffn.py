@@ -44,16 +44,6 @@ class MoeResult:
     send: Tensor | None
 
 
-def joined(own: Tensor, remote: Mapping[str, Tensor], name: str) -> Tensor:
-    """All-gather: this rank's columns first, then what the others send."""
-    return torch.cat([own, remote[name].to(own.dtype)], -1) if name in remote else own
-
-
-def reduced(own: Tensor, remote: Mapping[str, Tensor], name: str) -> Tensor:
-    """All-reduce of BF16 partials: the sum in the working precision, rounded once."""
-    return bf(own + remote[name].to(own.dtype)) if name in remote else own
-
-
 def scores(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """(s, z): sigmoid scores (NaN counts 0) and selection scores (NaN ranks last)."""
     s = sigmoid(logits)
@@ -67,8 +57,10 @@ def top(z: Tensor, k: int) -> Tensor:
 
 
 def route(s: Schedule, y: Tensor, layer: Layer) -> Tensor:
-    """Logits [M, E], never rounded."""
-    return joined(linear_wide(s, y, layer.weights["router"]), layer.remote, "logits")
+    """Logits [M, E], never rounded; gathered where this rank has only some of the router's rows."""
+    own = linear_wide(s, y, layer.weights["router"])
+    whole = own.shape[-1] == layer.weights["router_bias"].shape[0]
+    return own if whole else layer.exchange.all_gather("logits", own)
 
 
 def weigh(logits: Tensor, bias: Tensor, ids: Tensor) -> Routing:
@@ -122,18 +114,18 @@ def combine(f: Tensor, weights: Tensor) -> Tensor:
 
 def moe(s: Schedule, y: Tensor, layer: Layer, choose: Choose) -> MoeResult:
     """The latent MoE with its shared expert. `choose` turns logits and bias into the ids used."""
-    w, remote = layer.weights, layer.remote
+    w, ranks = layer.weights, layer.exchange
     logits = route(s, y, layer)
     routing = weigh(logits, w["router_bias"], choose(logits, w["router_bias"]))
-    latent = joined(bf(linear(s, y, w["latent_down"])), remote, "latent")
-    z = reduced(combine(experts(s, latent, routing.ids, w), routing.weights), remote, "moe")
+    latent = bf(linear(s, y, w["latent_down"]))
+    if latent.shape[-1] < w["latent_norm"].shape[0]:
+        latent = ranks.all_gather("latent", latent)
+    z = ranks.all_reduce("moe", combine(experts(s, latent, routing.ids, w), routing.weights))
     normed = bf(z * inverse_rms(s, z, s.round_squares) * w["latent_norm"].to(s.dtype))
     u = bf(linear(s, normed, w["latent_up"]))
     partial = gated(s, y, w["shared_gate_up"], w["shared_down"])
-    local = u.shape[-1]
-    own = bf(u + reduced(partial[:, :local], remote, "shared"))
-    send = partial[:, local:] if local < partial.shape[-1] else None
-    return MoeResult(joined(own, remote, "delta"), routing, send)
+    mine, send = ranks.reduce_scatter("shared", partial, u.shape[-1])
+    return MoeResult(ranks.all_gather("delta", bf(u + mine)), routing, send)
 
 
 def gated(s: Schedule, y: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

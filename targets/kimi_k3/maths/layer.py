@@ -7,12 +7,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from targets.kimi_k3.maths.exchange import Exchange, Loopback
+
 
 @dataclass(frozen=True)
 class Layer:
+    """`peers`: real ranks; without them the others' contributions are in `remote`."""
+
     weights: Mapping[str, Tensor]
     states: Mapping[str, Tensor]
     remote: Mapping[str, Tensor]
+    peers: Exchange | None = None
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.peers if self.peers is not None else Loopback(self.remote)
 
 
 def layer_of(tensors: Mapping[str, Tensor], n: int) -> Layer:

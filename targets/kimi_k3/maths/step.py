@@ -5,10 +5,14 @@ Input tensors stay unchanged: states are cloned before they are written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from targets.kimi_k3.maths import attn_res, ffn
+from targets.kimi_k3.maths.exchange import Exchange
 from targets.kimi_k3.maths.kda import Slots, kda
 from targets.kimi_k3.maths.layer import Layer, layer_of
 from targets.kimi_k3.maths.mla import Paging, mla
@@ -24,6 +28,9 @@ class Step:
     `masks`: elements of the states that the step writes.
     """
 
+    peers: Callable[[int], Exchange] | None = None
+    """Of layer n: real ranks instead of `inputs.remote`."""
+
     def __init__(self, run: Run, tensors: Tensors, schedule: Schedule, choose: ffn.Choose) -> None:
         self.run, self.t, self.s, self.choose = run, tensors, schedule, choose
         self.out: Tensors = {}
@@ -32,10 +39,14 @@ class Step:
     def wide(self, name: str) -> Tensor:
         return self.t[name].to(self.s.dtype)
 
+    def layer(self, n: int) -> Layer:
+        found = layer_of(self.t, n)
+        return replace(found, peers=self.peers(n)) if self.peers else found
+
     def attention(self, n: int, kind: str, x: Tensor) -> Tensor:
-        layer = layer_of(self.t, n)
+        layer = self.layer(n)
         partial = self._kda(n, x, layer) if kind == "K" else self._mla(n, x, layer)
-        return ffn.reduced(partial, layer.remote, "attn")
+        return layer.exchange.all_reduce("attn", partial)
 
     def _kda(self, n: int, x: Tensor, layer: Layer) -> Tensor:
         ids = self.t["inputs.slots"]
@@ -74,11 +85,11 @@ class Step:
         )
 
     def ffn(self, n: int, kind: str, y: Tensor) -> Tensor:
-        layer = layer_of(self.t, n)
+        layer = self.layer(n)
         if kind == "D":
             w = layer.weights
             partial = ffn.gated(self.s, y, w["dense_gate_up"], w["dense_down"])
-            return ffn.reduced(partial, layer.remote, "dense")
+            return layer.exchange.all_reduce("dense", partial)
         got = ffn.moe(self.s, y, layer, self.choose)
         if got.send is not None:
             self.out[f"outputs.send.layers.{n}.shared"] = got.send
@@ -140,7 +151,7 @@ class Step:
     def router(self) -> None:
         weights = []
         for i in range(self.run.layers):
-            layer = layer_of(self.t, i)
+            layer = self.layer(i)
             logits = ffn.route(self.s, self.wide(f"inputs.x.{i}"), layer)
             bias = layer.weights["router_bias"]
             weights.append(ffn.weigh(logits, bias, self.choose(logits, bias)).weights)
