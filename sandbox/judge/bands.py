@@ -1,8 +1,12 @@
 """The noise band: how far legitimate schedules stray from the oracle, and what a candidate may therefore show.
 
 Errors are measured on the whole tensor and on cells (a row, a head, a cache row), so that one wrong row of many shows.
-Bounds are 2 x the band (4 x for the largest single error) + an epsilon of the element type, capped, so that a noisy
-reference cannot open the gate. Cosine is not used: it ignores scale.
+Bounds are 2 x the band (4 x for the largest single error, 6 x for the gain) + an epsilon of the element type, capped,
+so that a noisy reference cannot open the gate. Cosine is not used: it ignores scale.
+
+The gain is how much of the error lies along the oracle: what a factor that is 1 % off leaves, and what noise leaves
+only as far as its parts agree. Noise of size e also makes a norm e^2 / 2 too long, which says nothing, so a norm needs
+room that the gain does not.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ FACTOR = 2.0
 FACTOR_MAX = 4.0
 # Errors of a few large intermediate values are common to all elements that they feed, and move the norm as one.
 COMMON = 0.25
+# The gains of a few schedules are few draws of a quantity of either sign: the largest of them may be small by luck.
+FACTOR_GAIN = 6.0
 SIGMAS = 2.0  # out["rel_l2"] is twice the noise, so this is four standard deviations
 CAP = 16.0
 QUIET = 0.01
@@ -33,14 +39,16 @@ _EPS32 = 2.0**-23
 
 @dataclass(frozen=True)
 class Errors:
-    """Distance of a tensor from the oracle. rel_l2 and norm_ratio relative, max_abs in the tensor's unit; `cell_*` of
-    the worst cell. A norm ratio is |norm / oracle norm - 1|."""
+    """Distance of a tensor from the oracle. All relative but max_abs, which is in the tensor's unit; `cell_*` of the
+    worst cell. A norm ratio is |norm / oracle norm - 1|, a gain |<error, oracle>| / |oracle|^2."""
 
     rel_l2: float
     max_abs: float
     norm_ratio: float
     cell_rel_l2: float
     cell_norm_ratio: float
+    gain: float = 0.0
+    cell_gain: float = 0.0
 
     def over(self, bound: Errors) -> float:
         """Largest error in units of its bound; NaN counts as infinite."""
@@ -162,9 +170,11 @@ def measure(o: Oracle, t: torch.Tensor) -> Errors:
     norm, off = o.values.norm(), apart.norm()
     cell_off = apart.norm(dim=1)
     cell_norm = (got.norm(dim=1) - o.values.norm(dim=1)).abs()
+    along = (apart * o.values).sum(1)
     figures = torch.stack([
         _ratio(off, norm), apart.abs().max(), _ratio((got.norm() - norm).abs(), norm),
         _ratio(cell_off, o.scale).max(), _ratio(cell_norm, o.scale).max(),
+        _ratio(along.sum().abs(), norm.square()), _ratio(along.abs(), o.scale.square()).max(),
     ])  # fmt: skip
     return Errors(*figures.tolist())
 
@@ -182,7 +192,9 @@ def floor_of(o: Oracle, dtype: str) -> Errors:
     whole = 4 * spacing / math.sqrt(12 * max(1, o.elements)) + COHERENT
     cell = 4 * spacing / math.sqrt(12 * max(1, min(o.cells.size, o.elements))) + COHERENT
     # A cell's error spreads around the tensor's: more of them, a longer tail.
-    return Errors(relative, (spacing + sums) * o.largest, whole, 1.5 * relative, 1.5 * cell)
+    return Errors(
+        relative, (spacing + sums) * o.largest, whole, 1.5 * relative, 1.5 * cell, whole, 1.5 * cell
+    )
 
 
 def bound(band: Errors, o: Oracle, dtype: str, stages: int) -> Errors:
@@ -194,15 +206,19 @@ def bound(band: Errors, o: Oracle, dtype: str, stages: int) -> Errors:
     least, working = floor_of(o, dtype), floor_of(o, "bf16")
     out = {}
     for name in NAMES:
-        unit = "rel_l2" if name.endswith("norm_ratio") else name
+        unit = "rel_l2" if name.endswith(("norm_ratio", "gain")) else name
         roof = CAP * max(1, stages) * max(getattr(least, unit), getattr(working, unit))
-        factor = FACTOR_MAX if name == "max_abs" else FACTOR
-        out[name] = min(factor * getattr(band, name) + getattr(least, name), roof)
-    # Independent errors of size rel_l2 move a norm by rel_l2 / sqrt(spread); few schedules may all have moved it less.
-    for name, size, spread in (
-        ("norm_ratio", "rel_l2", o.spread),
-        ("cell_norm_ratio", "cell_rel_l2", o.cell_spread),
-    ):
-        share = max(SIGMAS / math.sqrt(spread), COMMON)
-        out[name] = max(out[name], share * out[size])
+        out[name] = min(
+            _FACTORS.get(name, FACTOR) * getattr(band, name) + getattr(least, name), roof
+        )
+    for prefix, spread in (("", o.spread), ("cell_", o.cell_spread)):
+        # Independent errors of size rel_l2 move a norm or a gain by rel_l2 / sqrt(spread); few schedules may all have
+        # moved it less.
+        apart, size = SIGMAS / math.sqrt(spread), out[f"{prefix}rel_l2"]
+        norm, gain = f"{prefix}norm_ratio", f"{prefix}gain"
+        out[norm] = max(out[norm], max(apart, COMMON) * size)
+        out[gain] = min(max(out[gain], apart * size), max(apart, COMMON) * size)
     return Errors(**out)
+
+
+_FACTORS = {"max_abs": FACTOR_MAX, "gain": FACTOR_GAIN, "cell_gain": FACTOR_GAIN}

@@ -179,9 +179,8 @@ def full_mask(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | N
 def tensor_check(name: str, e: Errors, limit: Errors, where: Where) -> TensorCheck:
     """Of whole tensor and worst cell, the figures closer to their bounds."""
     rel = max((e.rel_l2, limit.rel_l2), (e.cell_rel_l2, limit.cell_rel_l2), key=_closeness)
-    norm = max(
-        (e.norm_ratio, limit.norm_ratio), (e.cell_norm_ratio, limit.cell_norm_ratio), key=_closeness
-    )
+    names = ("norm_ratio", "cell_norm_ratio", "gain", "cell_gain")
+    norm = max(((getattr(e, n), getattr(limit, n)) for n in names), key=_closeness)
     return TensorCheck(
         name=name, rel_l2=_finite(rel[0]), rel_l2_bound=rel[1], max_abs=_finite(e.max_abs), max_abs_bound=limit.max_abs,
         norm_ratio=_finite(norm[0]), norm_ratio_bound=norm[1], ok=e.over(limit) <= 1, where=where.text(),

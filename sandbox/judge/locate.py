@@ -18,6 +18,7 @@ _LAYER = re.compile(r"(?:\.layers)?\.(\d+)(?:\.|$)")
 _SAID = {
     "rel_l2": "relative L2 error", "max_abs": "largest error", "norm_ratio": "error of the norm",
     "cell_rel_l2": "relative L2 error of the worst row", "cell_norm_ratio": "error of the norm of the worst row",
+    "gain": "error along the expected values", "cell_gain": "error along the expected values of the worst row",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 
 from sandbox.artifact import LaunchPlan
 from sandbox.devices.base import Faulted, Refused
-from sandbox.judge import delays
+from sandbox.judge import delays, partial, races
 from sandbox.judge import rig as rigs
 from sandbox.judge.checks import Moment
 from sandbox.judge.ending import Ended
@@ -36,9 +36,12 @@ LOADED_REPEATS = 8
 def run(trial: Trial) -> None:
     """All probes. Raises Ended at the first failure."""
     for probe in (
-        _other_addresses, _exchanged_weights, _perturbed_states, _back_to_back, _under_load, delays.probe, _ablations,
+        _other_addresses, partial.probe, _exchanged_weights, _perturbed_states, _back_to_back, _under_load,
+        delays.probe, _ablations,
     ):  # fmt: skip
         probe(trial)
+    if trial.effort.races:
+        races.probe(trial)
 
 
 def _moment(trial: Trial, label: str) -> tuple[Moment, Where]:

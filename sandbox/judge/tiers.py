@@ -24,6 +24,7 @@ class Effort:
     fresh_bands: bool = False
     long: int = 0
     held_out: bool = False
+    races: bool = False
     resamples: int = 2000
 
 
@@ -32,7 +33,7 @@ FULL = Effort(
     seeds=10, steps=3, long=16, repeats=16, blocks=40, rounds=8, distributions=True, probes=True, cold=True,
     fresh_bands=True, resamples=10_000,
 )  # fmt: skip
-PROMOTE = replace(FULL, seeds=12, long=32, repeats=104, held_out=True)
+PROMOTE = replace(FULL, seeds=12, long=32, repeats=104, held_out=True, races=True)
 
 
 def brief(e: Effort) -> Effort:
@@ -46,15 +47,15 @@ def effort(tier: Tier, kind: str) -> Effort:
     whole = {Tier.SCREEN: SCREEN, Tier.FULL: FULL, Tier.PROMOTE: PROMOTE}[tier]
     if kind == "cuda":
         return whole
-    seeds, steps, repeats = {Tier.SCREEN: (2, 2, 1), Tier.FULL: (3, 3, 3), Tier.PROMOTE: (4, 3, 4)}[
-        tier
-    ]
+    seeds, steps, repeats, most = {
+        Tier.SCREEN: (2, 2, 1, 0), Tier.FULL: (3, 3, 3, 4), Tier.PROMOTE: (4, 3, 16, 8)
+    }[tier]  # fmt: skip
     return replace(
         whole,
         seeds=seeds,
         steps=steps,
         repeats=repeats,
-        long=min(whole.long, 4),
+        long=min(whole.long, most),
         blocks=0,
         cold=False,
     )
