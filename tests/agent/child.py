@@ -6,15 +6,20 @@ was paid and done across processes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import openai
 
 from agent import fakes
 from agent.book import Book
 from agent.config import RunSettings
-from agent.models.base import Completion, Estimate, Prompt, Schema, Usage
+from agent.models.base import Completion, Estimate, Model, Prompt, Schema, Usage
 from agent.models.llm import ModelProposer
+from agent.models.openai import OpenAIModel
 from agent.runner import Party, Run, Services, Session, advance, create, load_settings, make_ledger
 from agent.search import Limits
 from agent.workspace import Place
@@ -22,6 +27,7 @@ from sandbox.jobs import JudgeJob
 from sandbox.verdict import Verdict
 from targets import base
 from targets.base import Options
+from tests.agent.models.provider_server import Answer
 
 WAYS = [{"title": f"way {i}", "detail": "", "predicted_gain": 1.1, "parent": 0} for i in range(2)]
 PLAN = json.dumps({"directions": WAYS})
@@ -44,14 +50,33 @@ class PaidModel:
         return Estimate(110, 0.01)
 
     def _answer(self, prompt: Prompt) -> str:
-        if prompt.role == "plan":
-            return PLAN
-        if prompt.role == "reflect":
-            return '{"lessons": ["smaller is faster"]}'
-        number = int(prompt.sha256[:4], 16) % 40
-        mode = "compile_error" if prompt.role == "propose" and number % 4 == 0 else "passed"
-        extra = '# cost: a 2=0.97\nTUNABLES = {"a": (1, 2)}\n'
-        return f"```python\n{fakes.kernel(60 + number, mode, extra)}```\nPredicted gain: 1.1"
+        return answer(prompt.role, int(prompt.sha256[:4], 16))
+
+
+def answer(role: str, number: int) -> str:
+    if role == "plan":
+        return PLAN
+    if role == "reflect":
+        return '{"lessons": ["smaller is faster"]}'
+    number %= 40
+    mode = "compile_error" if role == "propose" and number % 4 == 0 else "passed"
+    extra = '# cost: a 2=0.97\nTUNABLES = {"a": (1, 2)}\n'
+    return f"```python\n{fakes.kernel(60 + number, mode, extra)}```\nPredicted gain: 1.1"
+
+
+def served(asked: dict[str, Any]) -> Answer:
+    """The same story as an answer of the local OpenAI server."""
+    role = asked["prompt_cache_key"].removeprefix("kernelgen-")
+    said = json.dumps(asked["input"]).encode()
+    return Answer(answer(role, int(hashlib.sha256(said).hexdigest()[:4], 16)))
+
+
+def model_of(folder: Path) -> Model:
+    """The paid model, or a client of the server that the folder names."""
+    if not (folder / "url").exists():
+        return PaidModel(folder / "bill")
+    url = (folder / "url").read_text()
+    return OpenAIModel("gpt-5.5", client=openai.OpenAI(api_key="k", base_url=url, timeout=20.0))
 
 
 @dataclass
@@ -87,7 +112,7 @@ def work(folder: Path, run: str) -> None:
     found = load_settings(place, run)
     judge = CountingJudge(delay=0.002, book=folder / "judged")
     services = Services(fakes.FakeCompiler(folder / "jail", 0.002), judge, lambda: judge)
-    party = Party(ModelProposer("openai", Book()), PaidModel(folder / "bill"))
+    party = Party(ModelProposer("openai", Book()), model_of(folder))
     session = Session(place, Silent())
     advance(Run(run, found, session, services, party, make_ledger(place, run, found)))
 

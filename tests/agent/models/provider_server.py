@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,7 +43,10 @@ class Server:
 
 
 @contextmanager
-def serve(*answers: Answer) -> Iterator[Server]:
+def serve(
+    *answers: Answer, by: Callable[[dict[str, Any]], Answer] | None = None
+) -> Iterator[Server]:
+    """Answers in their order, or `by` what was asked."""
     state = Server("", list(answers))
 
     class Handler(BaseHTTPRequestHandler):
@@ -56,7 +59,7 @@ def serve(*answers: Answer) -> Iterator[Server]:
             body = self.rfile.read(int(self.headers["content-length"]))
             state.requests.append({"path": self.path, **json.loads(body)})
             state.headers.append({k.lower(): v for k, v in self.headers.items()})
-            answer = state.answers.pop(0)
+            answer = by(state.requests[-1]) if by else state.answers.pop(0)
             time.sleep(answer.delay)
             if answer.status != 200:
                 self._plain(answer)
