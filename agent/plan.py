@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from agent import search
+from agent.lessons import earlier
 from agent.models.base import ModelError, StopRun
 from agent.review.remarks import remarks
 from agent.state import Deps, RunState
@@ -56,9 +57,9 @@ def situation(deps: Deps, round: int, incumbent: int) -> Situation:
     """What a proposer sees when `round` begins: the record before it, never its own round's."""
     history = tuple(t for t in deps.queries.history(deps.task.run) if t.round < round)
     best = next(t for t in history if t.seq == incumbent)
-    lessons: list[str] = []
-    for earlier in range(1, round):
-        lessons += read_json(deps.files.lessons(earlier)) or []
+    lessons: list[str] = earlier(deps.queries, deps.task.run, deps.task)
+    for past in range(1, round):
+        lessons += read_json(deps.files.lessons(past)) or []
     lessons += remarks(deps.queries.decisions(deps.task.run))
     count = sum(t.seq > 0 for t in history)
     return Situation(

@@ -6,8 +6,10 @@ exception. Sources are stored, never imported or run here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from agent.lessons import for_direction
 from agent.models.base import ModelError, NoProposal, Request, StopRun, WaitError
 from agent.outcome import Ending, end_step, verdict_of_step
 from agent.plan import direction_of, situation
@@ -58,6 +60,7 @@ def request(state: CandidateState, deps: Deps) -> Request:
     written = read_json(deps.files.plan(round))
     direction = direction_of(deps, round, seq)
     s = situation(deps, round, state["incumbent"])
+    s = replace(s, lessons=for_direction(s.lessons, direction))
     parent = next((t for t in s.history if t.seq == direction.parent), s.incumbent)
     return Request(
         situation=s, seq=seq, slot=seq - written["begin"], direction=direction,

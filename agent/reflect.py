@@ -1,17 +1,19 @@
 """Node `reflect`: lessons of the round just recorded, and whether another one should begin.
 
-Lessons are text from the proposer, kept as such; the decision is `agent.search.stop_reason`'s.
+What the record shows comes first (`agent.lessons`), then the proposer's own words, kept as such. The decision is
+`agent.search.stop_reason`'s.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from agent import search
+from agent import lessons, search
 from agent.models.base import ModelError, StopRun
 from agent.plan import situation
 from agent.search import Progress
 from agent.state import Deps, RunState
+from agent.types import Situation
 from agent.workspace import read_json, write_json
 from sandbox.verdict import Status, Verdict
 
@@ -28,13 +30,20 @@ def reflect(state: RunState, deps: Deps) -> dict[str, Any]:
     if round and read_json(path) is None:
         s = situation(deps, round + 1, state["incumbent"])
         try:
-            write_json(path, list(deps.proposer.reflect(s, deps.calls(f"reflect-{round}"))))
+            said = list(deps.proposer.reflect(s, deps.calls(f"reflect-{round}")))
+            write_json(path, [*_shown(deps, s, round), *said])
         except StopRun as stop:
             out["stop"] = stop.reason
         except ModelError as error:
             deps.reporter.say(f"no lessons from round {round}: {error}")
-            write_json(path, [])
+            write_json(path, _shown(deps, s, round))
     return out or {"stop": _reason(state, deps, best)}
+
+
+def _shown(deps: Deps, s: Situation, round: int) -> list[str]:
+    """Predicted against measured, candidate by candidate."""
+    tried = [t for t in s.history if t.round == round]
+    return [x.text() for x in lessons.of_round(deps.task, tried, s.history)]
 
 
 def _reason(state: RunState, deps: Deps, best: Verdict) -> str:

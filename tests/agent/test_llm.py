@@ -54,7 +54,9 @@ def test_plan_proposal_and_lessons_are_asked_recorded_and_priced(kit: Any) -> No
         ("candidate-1", "propose"), ("plan-1", "plan"), ("reflect-1", "reflect"),
     ]  # fmt: skip
     assert sum(c["cost"] for c in calls) == 0.03
-    assert kit.queries.lessons(ended.run) == ("fusing helps",)
+    shown, said = kit.queries.lessons(ended.run)
+    assert said == "fusing helps"
+    assert shown.startswith("[fusion] fuse (fake, ") and "predicted 1.300x, the prediction missed" in shown
     assert model.prompts[0].stable == model.prompts[1].stable
 
 
