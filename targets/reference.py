@@ -47,7 +47,8 @@ class Reference(Protocol):
     """Constructed with no arguments. All tensors: shapes and dtypes of `Workload.buffers`, on `device`.
 
     Optional attributes: `axes` maps a buffer's name or its last part to the names of its dimensions, for messages;
-    `held_out` names further distributions that `disturb` knows and nobody else is told of (tier promote).
+    `held_out` (names, or a function of the workload that gives them) are further distributions that `disturb` knows
+    and nobody else is told of (tier promote).
     """
 
     schedules: tuple[str, ...]

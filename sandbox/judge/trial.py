@@ -120,7 +120,8 @@ class Trial:
 
     def _held_out(self) -> None:
         """Cases that are never named to the proposer: pass or fail with the class of fault is all that it hears."""
-        names: tuple[str, ...] = tuple(getattr(self.rig.case.reference, "held_out", ()))
+        found = getattr(self.rig.case.reference, "held_out", ())
+        names = tuple(found(self.rig.case.workload) if callable(found) else found)
         try:
             for i, name in enumerate(names):
                 with Unusual(self, name, 1000 + i) as m:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from targets.base import Workload
-from targets.kimi_k3 import checkpoint, disturb, generate
+from targets.kimi_k3 import checkpoint, disturb, generate, held_out
 from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, Schedule
 from targets.kimi_k3.maths.step import Step, walk
 from targets.kimi_k3.options import Run, resolve, split
@@ -49,8 +49,13 @@ class KimiReference:
     def distributions(self, w: Workload) -> tuple[str, ...]:
         return disturb.names(w)
 
+    def held_out(self, w: Workload) -> tuple[str, ...]:
+        return held_out.names(w)
+
     def disturb(self, w: Workload, name: str, seed: int, tensors: Tensors) -> Tensors:
-        return disturb.apply(w, name, seed, tensors)
+        """A public distribution or a held-out case."""
+        module = held_out if name.startswith("held-out.") else disturb
+        return module.apply(w, name, seed, tensors)
 
     def run(
         self,
