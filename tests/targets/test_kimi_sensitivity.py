@@ -66,7 +66,7 @@ def test_honest_torch_code_is_inside(part: str, preset: str, rows: int) -> None:
         assert worst(w, given, found) < MARGIN, name
 
 
-attend, combine = mla.attend, ffn.combine
+attend, combine, delta_rule = mla.attend, ffn.combine, kda.delta_rule
 
 
 def scaled(s: precision.Schedule, query: Tensor, cache: Tensor, lora: int) -> Tensor:
@@ -94,6 +94,19 @@ def biased(logits: Tensor, bias: Tensor, ids: Tensor) -> ffn.Routing:
     return ffn.Routing(logits, ids, precision.bf(chosen / chosen.sum(-1, keepdim=True)))
 
 
+def strong(
+    S: Tensor, qkv: tuple[Tensor, Tensor, Tensor], gam: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    return delta_rule(S, qkv, gam, 1.01 * beta)
+
+
+def coarse(
+    S: Tensor, qkv: tuple[Tensor, Tensor, Tensor], gam: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    new, o = delta_rule(S, qkv, gam, beta)
+    return new * 1.001, o
+
+
 Mistake = tuple[str, Any, str, Any | Callable[..., Any]]
 MISTAKES: dict[str, Mistake] = {
     "attention scale 1 % off": ("mla", mla, "attend", scaled),
@@ -105,6 +118,8 @@ MISTAKES: dict[str, Mistake] = {
     "ten times the norm epsilon (attn-res)": ("attn-res", precision, "EPS", 1e-4),
     "ten times the L2 epsilon": ("kda", kda, "L2_EPS", 1e-5),
     "gate bound 1 % off": ("kda", kda, "GATE_LOWER_BOUND", -4.95),
+    "write strength 1 % off": ("kda", kda, "delta_rule", strong),
+    "state 0.1 % too large": ("kda", kda, "delta_rule", coarse),
     "activation without its upper bound": ("latent-moe", ffn, "situ", flat_situ),
     "last expert left out": ("latent-moe", ffn, "combine", one_short),
     "weights from the biased scores": ("latent-moe", ffn, "weigh", biased),
