@@ -21,7 +21,7 @@ COMMANDS = {
     "optimize": "optimize", "resume": "optimize", "evaluate": "evaluate", "compile": "evaluate",
     "judge": "judge", "record": "judge", "targets": "listing", "runs": "listing", "show": "show",
     "review": "review", "report": "report", "serve": "serve", "export": "export",
-    "mcp": "mcp", "doctor": "doctor", "bench": "bench",
+    "mcp": "mcp", "doctor": "doctor", "bench": "bench", "lessons": "lessons",
 }  # fmt: skip
 
 
