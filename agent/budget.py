@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from agent.models.attempts import still_open
 from agent.models.base import StopRun
+from agent.models.leftovers import still_open
 from agent.search import Limits, Spent, exceeds
 from agent.workspace import RunFiles
 

@@ -89,7 +89,7 @@ def _unanswered(calls: Sequence[Mapping[str, Any]], lost: bool) -> dict[str, Any
 
 
 def gpu_seconds(place: Place, run: str) -> float:
-    return sum(j["gpu_seconds"] for j in place.workspace.run(run).judgements())
+    return sum(float(j["gpu_seconds"]) for j in place.workspace.run(run).judgements())
 
 
 def _text(data: dict[str, Any], verdict: Verdict | None, folder: Path | None) -> str:

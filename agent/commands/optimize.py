@@ -119,6 +119,8 @@ def optimize(**asked: Any) -> int:
     """
     settings = settings_of(asked)
     place = common.place_of(asked["db"], asked["out"])
+    if settings.replay:
+        settings = replace(settings, replay=_recorded(place, settings.replay))
     if asked["dry_run"]:
         return show_dry_run(place, settings, asked["as_json"])
     console = common.talk()
@@ -146,7 +148,8 @@ def optimize(**asked: Any) -> int:
 def resume(**asked: Any) -> int:
     """Go on with a run that was killed, interrupted, is waiting, or has spent a budget.
 
-    No paid call is repeated and no verdict lost. Limits given here replace the run's.
+    No answer that was paid for is asked again and no verdict is lost (docs/model-calls.md says
+    exactly what that means). Limits given here replace the run's.
 
     \b
     Examples:
@@ -169,6 +172,13 @@ def resume(**asked: Any) -> int:
         return _work(place, run, settings, services, asked["as_json"])
     finally:
         services.close()
+
+
+def _recorded(place: Place, name: str) -> str:
+    """The whole id of a run: `last` would mean the new one once that is recorded. Raises Usage."""
+    if not place.db.exists():
+        raise common.Usage(f"there is no record {place.db}")
+    return str(Queries(Store(place.db), place.workspace).run(name)["id"])
 
 
 def settings_of(asked: dict[str, Any]) -> RunSettings:

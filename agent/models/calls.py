@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from agent.budget import Ledger
-from agent.models.attempts import Call, lose, recall, sweep
+from agent.models.attempts import Call, recall
 from agent.models.base import (
     AuthError,
     Completion,
@@ -31,6 +31,7 @@ from agent.models.base import (
     WaitError,
     Waiting,
 )
+from agent.models.leftovers import lose, sweep
 from agent.search import Spent
 from agent.workspace import RunFiles, Workspace
 

@@ -126,7 +126,9 @@ def _detail(t: Tried, changed: list[str]) -> str:
         lines.append(f"- finding `{f.rule}`: {f.message[:LONGEST_MESSAGE]}")
     fall = waterfall.lines(v.profile)
     if fall:
-        lines.append("\nWhere a step's time goes:\n\n```\n" + "\n".join(fall).replace("```", "'''") + "\n```")
+        lines.append(
+            "\nWhere a step's time goes:\n\n```\n" + "\n".join(fall).replace("```", "'''") + "\n```"
+        )
     if changed:
         lines.append("\nAgainst the parent:\n\n" + "\n".join(f"- {x}" for x in changed))
     return "\n".join(lines)

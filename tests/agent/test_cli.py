@@ -257,6 +257,20 @@ def test_ctrl_c_drains_with_exit_code_130_and_resume_finishes(
     assert len(json.loads(call("show", "last", "--json").stdout)["candidates"]) == 6
 
 
+def test_replay_last_is_the_run_before_not_the_new_one(call: Call) -> None:
+    first = json.loads(optimize(call, "--rounds", "2", "--json").stdout)
+    done = optimize(call, "--replay", "last", "--rounds", "2")
+    assert done.exit_code == 0, done.output
+    assert f"best: candidate {first['best']['candidate'][:-2]}" not in done.stdout
+    old, new = (json.loads(call("show", r, "--json").stdout) for r in (first["run"], "last"))
+    assert new["run"]["settings"]["replay"] == first["run"] != new["run"]["id"]
+    ranked = [[(c["source"], c["tunables"], c["us"]) for c in r["candidates"]] for r in (old, new)]
+    assert ranked[0] == ranked[1] and len(ranked[0]) > 2
+    assert call("show", "last-1", "--verdict").exit_code == 0
+    strange = optimize(call, "--replay", "01NOSUCHRUN")
+    assert (strange.exit_code, "no run" in strange.stderr) == (2, True)
+
+
 def test_json_on_each_command_is_one_document(call: Call, tmp_path: Path) -> None:
     first = optimize(call, "--rounds", "1", "--max-candidates", "1", "--json")
     run = json.loads(first.stdout)["run"]

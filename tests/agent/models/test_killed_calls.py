@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from agent.budget import Ledger, spent_before
-from agent.models import attempts
+from agent.models import leftovers
 from agent.models.anthropic import AnthropicModel
 from agent.models.base import Model, Prompt, TruncationError
 from agent.models.calls import Clerk
@@ -120,7 +120,7 @@ def before_the_end_is_written() -> None:
 
 
 def before_the_answer_has_its_name() -> None:
-    attempts.write_json = die  # type: ignore[attr-defined]
+    leftovers.write_json = die  # type: ignore[attr-defined]
 
 
 def before_the_log_is_removed() -> None:
