@@ -1,7 +1,9 @@
 """Baseline `mix`: the best mix of public parts that runs. Triton kernels for the fused pieces, cuBLAS where it wins.
 
 `prepare` makes the list of launches of one step, about a dozen a layer, joined by programmatic dependent launch; `step`
-runs it. It needs the triton package and a GPU: without them `prepare` raises, and the judge says that it was skipped.
+runs it. Kernels of other libraries are tried where they can be imported (`notes` say what came of each). The trials
+leave states as they were. It needs the triton package: without it `prepare` raises, and the judge says that it was
+skipped.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class MixBaseline:
         self.moe_index = 0
         bodies = {"decode": self._decode, "router": self._router, "attn-res": self._attn_res}
         bodies.get(self.part, self._chain)()
+        self.notes = tuple(f"{what}: {said}" for what, said in self.make.shelf.notes.items())
 
     @torch.no_grad()
     def step(self) -> None:

@@ -6,13 +6,13 @@ A `Maker` serves one workload on one device. It launches nothing itself: every m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from targets.kimi_k3.baseline import tiles
+from targets.kimi_k3.baseline import libraries, tiles
 from targets.kimi_k3.baseline.kernels import experts, kda, mla, products, rows
 from targets.kimi_k3.baseline.tiles import Tile, cdiv, power
 from targets.kimi_k3.buffers import Shape
@@ -70,6 +70,13 @@ class Ends:
 PLAIN = Ends()
 
 
+def _normed(norm: libraries.Norm, x: Tensor, weight: Tensor, out: Tensor) -> Launch:
+    def launch() -> None:
+        norm(x.contiguous(), weight, out)
+
+    return launch
+
+
 class Maker:
     """Launches for one shape. `pdl`: programmatic dependent launch, on GPUs that have it."""
 
@@ -81,6 +88,8 @@ class Maker:
             self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.mp = 1 if self.m == 1 else max(16, power(self.m))
         self._made: dict[str, Tensor] = {}
+        self._decided: dict[str, str] = {}
+        self.shelf = libraries.Shelf(libraries.graph_us)
 
     def fixed(self, place: str) -> Tile:
         return tiles.fixed(place, self.mp)
@@ -88,7 +97,7 @@ class Maker:
     def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Scratch that launches share; one of each name."""
         if name not in self._made:
-            self._made[name] = torch.empty(shape, dtype=dtype, device=self.device)
+            self._made[name] = torch.zeros(shape, dtype=dtype, device=self.device)
         return self._made[name]
 
     def wide(self) -> Tensor:
@@ -130,6 +139,33 @@ class Maker:
             NORM=ends.norm is not None, MODE=ends.mode, OWN=ends.own, TAIL=columns,
         )  # fmt: skip
 
+    def normed_linear(
+        self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends
+    ) -> list[Launch]:
+        """`linear` with a norm of its input: fused, or a library's norm first where that is faster."""
+        x, w, y = operands
+        chosen = [self.linear(place, operands, ends)]
+        if ends.norm is None or not x.is_cuda:
+            return chosen
+        fused, wide = chosen, x[:, : w.shape[1]]
+        known = self._decided.get(place)
+        if known is None:
+            x.normal_()
+        for name, norm in self.shelf.norms().items():
+            if known is not None and known != name:
+                continue
+            out = self.buffer(f"{place}_normed", self.m, w.shape[1])
+            theirs = [
+                _normed(norm, wide, ends.norm, out),
+                self.linear(place, (out, w, y), replace(ends, norm=None)),
+            ]
+            trial = libraries.Trial(f"{name}, norm of {place}", chosen, theirs, y)
+            if known or self.shelf.better(trial) is theirs:
+                chosen, self._decided[place] = theirs, name
+        if chosen is fused:
+            self._decided.setdefault(place, "")
+        return chosen
+
     def reduced(
         self, place: str, operands: tuple[Tensor, Tensor, Tensor], remote: Tensor | None
     ) -> Launch:
@@ -160,10 +196,34 @@ class Maker:
             EPS,
         )  # fmt: skip
         core = self.launch(
-            kda.kda_kernel, (s.kda_heads, self.m), args, self.fixed("kda"), HEADS=s.kda_heads, W=s.head_dim, RANK=s.f_rank
+            kda.kda_kernel, (s.kda_heads, self.m), args, self.fixed("kda"), HEADS=s.kda_heads, W=s.head_dim,
+            RANK=s.f_rank,
         )  # fmt: skip
+        core = self._recurrent(layer, (y, slots, o), core)
         last = self.reduced("o_proj", (o, w["o_proj"], out), layer.remote.get("attn"))
         return [self.linear("in_proj", (x, w["in_proj"], y)), core, last]
+
+    def _recurrent(
+        self, layer: Layer, given: tuple[Tensor, Tensor, Tensor], ours: Launch
+    ) -> Launch:
+        """Our update, or flash-linear-attention's where that is faster."""
+        y, _, out = given
+        known = self._decided.get("kda")
+        library = self.shelf.fla() if y.is_cuda and known != "" else None
+        if library is None:
+            return ours
+        theirs = libraries.fla_update(library, layer, given)
+        if known is None:
+            saved = {k: v.clone() for k, v in layer.states.items()}
+            y.normal_()
+
+            def reset() -> None:
+                for k, v in saved.items():
+                    layer.states[k].copy_(v)
+
+            trial = libraries.Trial("fla-core, recurrent update", [ours], [theirs], out, reset)
+            self._decided["kda"] = "fla-core" if self.shelf.better(trial)[0] is theirs else ""
+        return theirs if self._decided["kda"] else ours
 
     def splits(self) -> int:
         """Shares of the context: enough to fill the GPU, at least a page each."""
@@ -179,7 +239,7 @@ class Maker:
         o = self.buffer("mla_out", m, s.mla_dim)
         return [
             self.linear("a_proj", (x, w["a_proj"], a)),
-            self.linear("q_b", (a, w["q_b"], q), Ends(norm=w["q_a_norm"])),
+            *self.normed_linear("q_b", (a, w["q_b"], q), Ends(norm=w["q_a_norm"])),
             *self._attend((a, q, o), layer, paging),
             self.reduced("o_proj", (o, w["o_proj"], out), layer.remote.get("attn")),
         ]
@@ -273,7 +333,7 @@ class Maker:
             # beside the selection, which is one program a row: most of its weights arrive meanwhile
             self.linear("shared_down", (hidden, w["shared_down"], shared), ends),
             *self._experts(layer, (latent, ids, weights), z),
-            self.linear("latent_up", (z, w["latent_up"], out), join),
+            *self.normed_linear("latent_up", (z, w["latent_up"], out), join),
         ]
 
     def _experts(
