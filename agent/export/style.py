@@ -13,6 +13,7 @@ import textwrap
 import tokenize
 from pathlib import Path
 
+from agent.export import marks
 from agent.export.processes import ruff, run
 from agent.export.subject import ExportRefused
 
@@ -25,8 +26,8 @@ _CONTROL = re.compile(r"\s*#\s*(fmt|ruff|isort):.*$")
 
 
 def device_file(source: str) -> str:
-    """The candidate's source with the header, long comments and docstrings wrapped."""
-    return HEADER + _wrap_docstrings(_wrap_comments(source)).lstrip("\n")
+    """The candidate's source with the header, without marks, long comments and docstrings wrapped."""
+    return HEADER + _wrap_docstrings(_wrap_comments(marks.without(source))).lstrip("\n")
 
 
 def _wrap_comments(source: str) -> str:
