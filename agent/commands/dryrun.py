@@ -4,6 +4,7 @@ Nothing is run or paid.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from agent.commands import common
@@ -21,7 +22,7 @@ from targets.base import Target, find
 def dry_run(place: Place, settings: RunSettings, as_json: bool) -> int:
     target = find(settings.target)
     w = target.workload(settings.options)
-    source = target.seed_source()
+    source = Path(settings.start).read_text() if settings.start else target.seed_source()
     data: dict[str, Any] = {
         "target": settings.target, "workload": w.key, "device": settings.device,
         "proposer": settings.proposer, "model": settings.model, "record": str(place.db),
