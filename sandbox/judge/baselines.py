@@ -77,6 +77,18 @@ def _keep_compiled() -> None:
     if folder:
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(folder) / "inductor"))
+    driver = _loaded("libcuda.so")
+    if driver is not None:  # Triton would ask ldconfig, whose cache the box does not show
+        os.environ.setdefault("TRITON_LIBCUDA_PATH", str(driver.parent))
+
+
+def _loaded(name: str) -> Path | None:
+    """Where a library of this process was loaded from."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if Path(path).name.startswith(name):
+            return Path(path)
+    return None
 
 
 def _steps(lanes: Lanes, case: Case, made: list[Any]) -> int:
