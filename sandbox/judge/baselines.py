@@ -78,7 +78,7 @@ def _keep_compiled() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(folder) / "inductor"))
     driver = _loaded("libcuda.so")
-    if driver is not None:  # Triton would ask ldconfig, whose cache the box does not show
+    if driver is not None:  # else Triton asks ldconfig, once more a program to start
         os.environ.setdefault("TRITON_LIBCUDA_PATH", str(driver.parent))
 
 
