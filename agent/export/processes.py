@@ -29,6 +29,10 @@ FOREIGN = (
 )  # of a hook around us
 
 
+TOOLS = ("KERNELGEN_PTXAS", "KERNELGEN_NVDISASM", "KERNELGEN_CACHE")
+"""What the trusted side of the sandbox is told about its tools; a jail is told nothing."""
+
+
 @dataclass(frozen=True)
 class Done:
     """How a process ended."""
@@ -40,7 +44,8 @@ class Done:
 
 def sandbox_json(module: str, *arguments: str) -> dict[str, Any]:
     """The one JSON document of a command of the sandbox. Raises ExportRefused with what it says."""
-    done = run([sys.executable, "-m", module, *arguments], Path.cwd(), environment())
+    tools = {k: os.environ[k] for k in TOOLS if k in os.environ}
+    done = run([sys.executable, "-m", module, *arguments], Path.cwd(), {**environment(), **tools})
     try:
         answer: dict[str, Any] = json.loads(done.out.strip().splitlines()[-1])
     except (ValueError, IndexError) as error:

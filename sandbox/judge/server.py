@@ -20,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -163,6 +164,9 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Machine code is kept, so that an incumbent is not assembled again for each of its rivals.
     os.environ.setdefault("KERNELGEN_CACHE", str(options.state.resolve() / "cache"))
+    # Made here: a child that has narrowed itself may fill the folder, not make it.
+    with suppress(OSError):
+        Path(os.environ["KERNELGEN_CACHE"]).mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     channel = Channel(read_fd, write_fd)
     try:

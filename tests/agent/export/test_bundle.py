@@ -273,6 +273,16 @@ def test_the_manifest_says_what_is_there_and_where_it_comes_from(made: bundle.Bu
     assert not (made.folder / "RFC.md").exists()
 
 
+def test_the_assembler_that_the_environment_names_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, queries, run = small.record(tmp_path, small.artifact(), small.SOURCE)
+    found = subject.find(queries, f"{run}-0", force=False)
+    monkeypatch.setenv("KERNELGEN_PTXAS", "/nowhere/ptxas")
+    with pytest.raises(subject.ExportRefused, match="/nowhere/ptxas"):
+        bundle.write(queries, found, bundle.Wanted(tmp_path / "out"))
+
+
 def test_a_second_export_replaces_a_bundle_and_nothing_else(tmp_path: Path) -> None:
     _, queries, run = small.record(tmp_path, small.artifact(), small.SOURCE, decided="")
     with pytest.raises(subject.ExportRefused, match="no standing approval"):
