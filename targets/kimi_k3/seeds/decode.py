@@ -5,16 +5,18 @@ layer, then the closing AttnRes and the final norm. The loop over layers runs on
 recorded, so that equal operations of different layers share one kernel.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import BFloat16, Int32
 
 from targets.kimi_k3.seeds.attn_res import Mix, MixState, attn_res
-from targets.kimi_k3.seeds.common import pick, pick_layer
+from targets.kimi_k3.seeds.common import begin, pick, pick_layer
 from targets.kimi_k3.seeds.gemv import Extra, gemv, gemv_situ
 from targets.kimi_k3.seeds.kda import KDA_STATES, KDA_WEIGHTS, kda_core, kda_workspace
 from targets.kimi_k3.seeds.latent_moe import MOE_WEIGHTS, moe_ffn, moe_remote, moe_workspace
-from targets.kimi_k3.seeds.mla import MLA_WEIGHTS, mla_core, mla_workspace
+from targets.kimi_k3.seeds.mla import mla_core, mla_weights, mla_workspace
 
 TUNABLES = {
     "gemv_warps": (8, 4, 16),
@@ -91,7 +93,7 @@ def attention(n, t, cfg: cutlass.Constexpr, stream):
             gemv(space.kda_out, w.o_proj, space.attn, extra, cfg, stream)
     if cutlass.const_expr("M" in d.attn):
         if bit(mask(d.attn, "M"), n, d.layers) == 1:
-            w = pick_member(t.weights.layers, d.attn, "M", n, MLA_WEIGHTS)
+            w = pick_member(t.weights.layers, d.attn, "M", n, mla_weights(d))
             s = pick_member(t.states.layers, d.attn, "M", n, ("kv",))
             gemv(space.x, w.a_proj, space.mla_proj, Extra(), cfg, stream)
             mla_core(w, s.kv, t.inputs, space, cfg, stream)
@@ -186,6 +188,42 @@ def mix(half, t, cfg: cutlass.Constexpr, stream):
     attn_res(tensors, state, cfg, stream)
 
 
+@cute.kernel
+def copy_kernel(mX: cute.Tensor, mY: cute.Tensor, op: cutlass.Constexpr):
+    """mY = mX, bf16 [M, hidden] in vectors of eight; grid (vectors / 256, M)."""
+    tid, _, _ = cute.arch.thread_idx()
+    part, m, _ = cute.arch.block_idx()
+    begin(op.pdl)
+    gX, gY = (cute.logical_divide(x, (None, 8)) for x in (mX, mY))
+    rX = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
+    at = part * 256 + tid
+    if at < op.vectors:
+        cute.autovec_copy(gX[m, (None, at)], rX)
+        cute.autovec_copy(rX, gY[m, (None, at)])
+
+
+@dataclass(frozen=True)
+class Copy:
+    vectors: int
+    pdl: bool
+
+
+@cute.jit
+def tap(n, t, cfg: cutlass.Constexpr, stream):
+    """outputs.taps of a layer that a drafter looks at: P as the AttnRes step before its attention left it."""
+    d = cfg.dims
+    tapped = sum(1 << (int(i) - d.first) for i in d.taps.split(","))
+    if bit(tapped, n, d.layers) == 1:
+        op = Copy(d.hidden // 8, cfg.pdl)
+        out = t.outputs.taps[bits_before(tapped, n, d.layers), None, None]
+        copy_kernel(t.outputs.prefix, out, op).launch(
+            grid=(cute.ceil_div(op.vectors, 256), d.rows, 1),
+            block=(256, 1, 1),
+            stream=stream,
+            use_pdl=op.pdl,
+        )
+
+
 @cute.jit
 def step(t, cfg, stream):
     """The layers of the run, then h = the closing AttnRes and out = bf(RMS(h; out_norm))."""
@@ -195,4 +233,6 @@ def step(t, cfg, stream):
         if half % 2 == 1:
             ffn(half // 2, t, cfg, stream)
         elif half < 2 * d.layers:
+            if cutlass.const_expr(d.taps != ""):
+                tap(half // 2, t, cfg, stream)
             attention(half // 2, t, cfg, stream)

@@ -2,19 +2,23 @@
 
 Projections are plain products. The core splits the context over CTAs (flash decoding): scores and latent sums on bf16
 tensor cores with up to 16 heads as rows, softmax in f32, then one launch that joins the splits and applies W_UV.
+With several tokens a request each row attends by itself, to as many tokens as it sees. An E4M3 cache is widened to
+bf16, exactly, on its way to shared memory.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
 
 from targets.kimi_k3.seeds.common import (
     begin,
     block_sum,
+    high,
     lanes_max,
     lanes_sum,
+    low,
     pick,
     pick_layer,
     round_bf16,
@@ -53,6 +57,8 @@ class Mla:
     warps: int
     eps: float
     pdl: bool
+    tokens: int = 1
+    fp8: bool = False
 
     @property
     def width(self):
@@ -75,18 +81,76 @@ def mla_shape(dims, cfg):
     splits = min(cfg.kv_splits, busy, -(-tokens // tile))
     return Mla(
         dims.mla_heads, dims.q_lora, dims.kv_lora, dims.qk_nope, dims.qk_rope, dims.v_dim, dims.page, splits,
-        cfg.mla_warps, dims.eps, cfg.pdl,
+        cfg.mla_warps, dims.eps, cfg.pdl, dims.q, dims.kv == "fp8",
     )  # fmt: skip
+
+
+def mla_weights(dims):
+    """The names of a layer's weights."""
+    return (*MLA_WEIGHTS, "k_scale", "q_scale") if dims.kv == "fp8" else MLA_WEIGHTS
 
 
 @cute.jit
 def cache_row(mKv: cute.Tensor, page: Int32, offset: Int32):
-    """One token's row of the cache as vectors of four words; 64-bit offsets, as caches pass 2^31 bytes."""
+    """One token's row of the cache as vectors of eight columns, in words; 64-bit offsets, as caches pass 2^31 bytes."""
     _, size, width = mKv.shape
     row = Int64(page) * size + offset
     pointer = mKv.iterator + cute.assume(row * width, divby=8)
     gRow = cute.make_tensor(pointer, cute.make_layout((1, width), stride=(width, 1)))
-    return cute.logical_divide(cute.recast_tensor(gRow, Uint32), (None, 4))
+    words = mKv.element_type.width // 4
+    return cute.logical_divide(cute.recast_tensor(gRow, Uint32), (None, words))
+
+
+@cute.jit
+def to_e4m3(x: Float32):
+    """The byte of x rounded to nearest even E4M3, saturating, in bits 0..7."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .b16 pair;
+        cvt.rn.satfinite.e4m3x2.f32 pair, {$r0}, {$r1};
+        cvt.u32.u16 {$w0}, pair;
+        }""",
+        write_only_types=[Uint32],
+        read_only_args=[Float32(0.0), x],
+    )
+
+
+@cute.jit
+def widen(word: Uint32):
+    """Four E4M3 as two words of two bf16 each, exactly."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 x, y;
+        .reg .f16 a, b;
+        .reg .f32 c, d;
+        mov.b32 {low, high}, {$r0};
+        cvt.rn.f16x2.e4m3x2 x, low;
+        cvt.rn.f16x2.e4m3x2 y, high;
+        mov.b32 {a, b}, x;
+        cvt.f32.f16 c, a;
+        cvt.f32.f16 d, b;
+        cvt.rn.bf16x2.f32 {$w0}, d, c;
+        mov.b32 {a, b}, y;
+        cvt.f32.f16 c, a;
+        cvt.f32.f16 d, b;
+        cvt.rn.bf16x2.f32 {$w1}, d, c;
+        }""",
+        write_only_types=[Uint32, Uint32],
+        read_only_args=[word],
+    )
+
+
+@cute.jit
+def narrow_query(rQ: cute.Tensor, scale: Float32):
+    """Eight bf16 become f8(x / scale), still as bf16."""
+    for i in cutlass.range_constexpr(2):
+        word = Uint32(0)
+        for j in cutlass.range_constexpr(2):
+            pair = rQ[2 * i + j]
+            word |= to_e4m3(low(pair) / scale) << (16 * j)
+            word |= to_e4m3(high(pair) / scale) << (16 * j + 8)
+        rQ[2 * i], rQ[2 * i + 1] = widen(word)
 
 
 @cute.jit
@@ -95,9 +159,11 @@ def insert(
     mNorm: cute.Tensor,
     mSlots: cute.Tensor,
     mKv: cute.Tensor,
+    mScale: cute.Tensor,
     op: cutlass.Constexpr,
 ):
-    """Cache row of this request's new token: [bf(RMS(kv_c; norm)) | k_pe]; a negative slot inserts nothing."""
+    """Cache row of this row's new token: [bf(RMS(kv_c; norm)) | k_pe], as E4M3 over mScale with `fp8`; a negative slot
+    inserts nothing."""
     tid, _, _ = cute.arch.thread_idx()
     _, m, _ = cute.arch.block_idx()
     square = Float32(0.0)
@@ -107,11 +173,16 @@ def insert(
     scale = cute.math.rsqrt(block_sum(square, 8) / op.lora + op.eps)
     slot = mSlots[m]
     if slot >= 0:
-        flat = cute.make_tensor(mKv.iterator + slot * op.width, cute.make_layout((op.width,)))
+        where = mKv.iterator
+        if cutlass.const_expr(op.fp8):
+            where = cute.recast_ptr(where, dtype=Uint8)
+        flat = cute.make_tensor(where + slot * op.width, cute.make_layout((op.width,)))
         for i in cutlass.range(tid, op.width, 256, unroll=1):
             x = mA[m, op.q_lora + i]
             if i < op.lora:
                 x = (x.to(Float32) * scale * mNorm[i].to(Float32)).to(BFloat16)
+            if cutlass.const_expr(op.fp8):
+                x = to_e4m3(x.to(Float32) / mScale[0]).to(Uint8)
             flat[i] = x
 
 
@@ -144,21 +215,35 @@ def absorb(mQ: cute.Tensor, mUk: cute.Tensor, mQuery: cute.Tensor, op: cutlass.C
         mQuery[m, h, op.lora + tid] = mQ[m, first + op.nope + tid]
 
 
+@cute.jit
+def spread_lengths(mLengths: cute.Tensor, mSeen: cute.Tensor, op: cutlass.Constexpr):
+    """mSeen[m]: how many tokens row m sees, its own the last of them; mLengths i32 [B] counts all of its request."""
+    tid, _, _ = cute.arch.thread_idx()
+    _, m, _ = cute.arch.block_idx()
+    if tid == 0:
+        total = mLengths[m // op.tokens]
+        mSeen[m] = total - (op.tokens - 1) + m % op.tokens if total > 0 else Int32(0)
+
+
 @cute.kernel
 def absorb_kernel(
-    mA: cute.Tensor, mQ: cute.Tensor, w: tuple, mSlots: cute.Tensor, mKv: cute.Tensor, mQuery: cute.Tensor,
-    op: cutlass.Constexpr,
+    mA: cute.Tensor, mQ: cute.Tensor, w: tuple, mSlots: cute.Tensor, mKv: cute.Tensor, lengths: tuple,
+    mQuery: cute.Tensor, op: cutlass.Constexpr,
 ):  # fmt: skip
-    """mA bf16 [M, q_c | kv_c | k_pe | gate], mQ bf16 [M, H x (nope | rope)], w = (w_uk, kv_a_norm); grid (H + 1, M).
+    """mA bf16 [M, q_c | kv_c | k_pe | gate], mQ bf16 [M, H x (nope | rope)], w = (w_uk, kv_a_norm, k_scale or None);
+    grid (H + 1, M).
 
-    mQuery bf16 [M, H, lora + rope]; the last CTA of a row inserts the new token into the cache. 256 threads.
+    mQuery bf16 [M, H, lora + rope]; the last CTA of a row inserts the new token into the cache, and with several tokens
+    a request writes how many the row sees: lengths = (of the requests, of the rows). 256 threads.
     """
     h, _, _ = cute.arch.block_idx()
     begin(op.pdl)
     if h < op.heads:
         absorb(mQ, w[0], mQuery, op)
     else:
-        insert(mA, w[1], mSlots, mKv, op)
+        insert(mA, w[1], mSlots, mKv, w[2], op)
+        if cutlass.const_expr(op.tokens > 1):
+            spread_lengths(lengths[0], lengths[1], op)
 
 
 @cute.jit
@@ -183,7 +268,7 @@ def mma_16x32(rC: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor):
 
 
 @cute.jit
-def load_query(mQuery: cute.Tensor, sQ: cute.Tensor, op: cutlass.Constexpr):
+def load_query(mQuery: cute.Tensor, sQ: cute.Tensor, scales: tuple, op: cutlass.Constexpr):
     """sQ[head, (4 words, vector)]: this CTA's heads, zero where there is none."""
     tid, _, _ = cute.arch.thread_idx()
     _, m, block = cute.arch.block_idx()
@@ -195,6 +280,8 @@ def load_query(mQuery: cute.Tensor, sQ: cute.Tensor, op: cutlass.Constexpr):
         rQ.fill(0)
         if block * HEADS + row < op.heads:
             cute.autovec_copy(gQ[m, block * HEADS + row, (None, v)], rQ)
+            if cutlass.const_expr(op.fp8):
+                narrow_query(rQ, scales[1][0])
         cute.autovec_copy(rQ, sQ[row, (None, v)])
 
 
@@ -218,7 +305,13 @@ def load_tile(
         token = first + i // vectors
         if i < op.tile * vectors and token < end:
             gRow = cache_row(mKv, mTable[m, token // op.page], token % op.page)
-            cute.autovec_copy(gRow[0, (None, i % vectors)], rK[None, n])
+            if cutlass.const_expr(op.fp8):
+                rNarrow = cute.make_rmem_tensor(cute.make_layout((2,)), Uint32)
+                cute.autovec_copy(gRow[0, (None, i % vectors)], rNarrow)
+                rK[0, n], rK[1, n] = widen(rNarrow[0])
+                rK[2, n], rK[3, n] = widen(rNarrow[1])
+            else:
+                cute.autovec_copy(gRow[0, (None, i % vectors)], rK[None, n])
     for n in cutlass.range(count, unroll_full=True):
         i = n * op.warps * 32 + tid
         if i < op.tile * vectors:
@@ -226,8 +319,10 @@ def load_tile(
 
 
 @cute.jit
-def score_tile(sQ: cute.Tensor, sK: cute.Tensor, sS: cute.Tensor, op: cutlass.Constexpr):
-    """sS[head, token] = scaled scores; a warp has eight tokens."""
+def score_tile(
+    sQ: cute.Tensor, sK: cute.Tensor, sS: cute.Tensor, factor: Float32, op: cutlass.Constexpr
+):
+    """sS[head, token] = scaled scores, times `factor`; a warp has eight tokens."""
     tid, _, _ = cute.arch.thread_idx()
     warp, g, q = tid // 32, tid % 32 // 4, tid % 4
     rA = cute.make_rmem_tensor(cute.make_layout((4, 2)), Uint32)
@@ -241,7 +336,7 @@ def score_tile(sQ: cute.Tensor, sK: cute.Tensor, sS: cute.Tensor, op: cutlass.Co
         mma_16x32(rC, rA, rB)
     scale = (op.nope + op.rope) ** -0.5
     for i in cutlass.range_constexpr(4):
-        sS[g + i // 2 * 8, warp * 8 + 2 * q + i % 2] = rC[i] * scale
+        sS[g + i // 2 * 8, warp * 8 + 2 * q + i % 2] = rC[i] * (scale * factor)
 
 
 @cute.jit
@@ -324,11 +419,13 @@ def attention_kernel(
     mQuery: cute.Tensor,
     mKv: cute.Tensor,
     where: tuple,
+    scales: tuple,
     mSum: cute.Tensor,
     mStat: cute.Tensor,
     op: cutlass.Constexpr,
 ):
-    """mQuery bf16 [M, H, lora + rope], mKv bf16 [pages, page, lora + rope], where = (block_table, lengths).
+    """mQuery bf16 [M, H, lora + rope], mKv bf16 or e4m3 [pages, page, lora + rope], where = (block_table, lengths) by
+    row, scales = (k_scale, q_scale) or Nones.
 
     Grid (splits, M, H / 16): this split's share of the context, whole tiles. mSum f32 [M, splits, H, lora] = sum of
     exp(s - max) c; mStat f32 [M, splits, H, 2] = (max, sum of exp); an empty share gives (-inf, 0).
@@ -348,7 +445,8 @@ def attention_kernel(
     sS = smem(Float32, (HEADS, op.tile), (op.tile + 4, 1))
     sP = smem(BFloat16, (op.tile, HEADS, 2), (1, op.tile + 8, HEADS * (op.tile + 8)))
     sAlpha = smem(Float32, (HEADS,), (1,))
-    load_query(mQuery, sQ, op)
+    load_query(mQuery, sQ, scales, op)
+    factor = scales[0][0] * scales[1][0] if cutlass.const_expr(op.fp8) else Float32(1.0)
     length = mLengths[m]
     share = cute.ceil_div(cute.ceil_div(length, op.tile), op.splits) * op.tile
     first = split * share
@@ -361,7 +459,7 @@ def attention_kernel(
     for start in cutlass.range(first, end, op.tile, unroll=1):
         load_tile(mKv, mTable, sK, (start, end), op)
         cute.arch.sync_threads()
-        score_tile(sQ, sK, sS, op)
+        score_tile(sQ, sK, sS, factor, op)
         cute.arch.sync_threads()
         soften(sS, sP, sAlpha, rState, end - start, op)
         cute.arch.sync_threads()
@@ -391,8 +489,10 @@ def store_sums(rC: cute.Tensor, mSum: cute.Tensor, op: cutlass.Constexpr):
 
 
 @cute.jit
-def split_weights(mStat: cute.Tensor, sWeight: cute.Tensor, op: cutlass.Constexpr):
-    """sWeight[split] = exp(max_split - max) / total, by the first warp; all zero without any token."""
+def split_weights(
+    mStat: cute.Tensor, sWeight: cute.Tensor, mScale: cute.Tensor, op: cutlass.Constexpr
+):
+    """sWeight[split] = exp(max_split - max) / total, of e4m3 times mScale, by the first warp; zero without tokens."""
     lane, _, _ = cute.arch.thread_idx()
     h, m, _ = cute.arch.block_idx()
     top = -Float32.inf
@@ -408,6 +508,8 @@ def split_weights(mStat: cute.Tensor, sWeight: cute.Tensor, op: cutlass.Constexp
         weight = Float32(0.0)
         if mStat[m, s, h, 1] > 0.0:
             weight = cute.math.exp(mStat[m, s, h, 0] - top) / total
+            if cutlass.const_expr(op.fp8):
+                weight *= mScale[0]
         sWeight[s] = weight
 
 
@@ -440,7 +542,7 @@ def join_splits(mSum: cute.Tensor, sWeight: cute.Tensor, sLat: cute.Tensor, op: 
 @cute.kernel
 def combine_kernel(
     mSum: cute.Tensor, mStat: cute.Tensor, mA: cute.Tensor, mUv: cute.Tensor, mLengths: cute.Tensor, mOut: cute.Tensor,
-    op: cutlass.Constexpr,
+    mScale: cute.Tensor, op: cutlass.Constexpr,
 ):  # fmt: skip
     """Joins the splits: lat = bf(sum p c); y = bf(bf(lat W_UV[h]) * sg(gate)), mOut bf16 [M, H v]; grid (H, M).
 
@@ -453,7 +555,7 @@ def combine_kernel(
     sWeight = smem(Float32, (op.splits,), (1,))
     sLat = smem(BFloat16, (op.lora,), (1,))
     if tid < 32:
-        split_weights(mStat, sWeight, op)
+        split_weights(mStat, sWeight, mScale, op)
     cute.arch.sync_threads()
     join_splits(mSum, sWeight, sLat, op)
     gUv = cute.logical_divide(mUv, (None, None, 8))
@@ -480,9 +582,22 @@ def mla_core(w, mKv, inputs, space, cfg: cutlass.Constexpr, stream):
     rows = space.mla_proj.shape[0]
     blocks = cute.ceil_div(op.heads, HEADS)
     a = space.mla_proj
+    scales = (w.k_scale, w.q_scale) if op.fp8 else (None, None)
+    table, lengths = inputs.block_table, inputs.lengths
+    if cutlass.const_expr(op.tokens > 1):
+        pages = table.shape[1]
+        by_row = cute.make_layout(((op.tokens, rows // op.tokens), pages), stride=((0, pages), 1))
+        table, lengths = cute.make_tensor(table.iterator, by_row), space.mla_seen
     gemv_normed(a, w.q_b, space.mla_q, Extra(norm=w.q_a_norm), space, cfg, stream)
     absorb_kernel(
-        a, space.mla_q, (w.w_uk, w.kv_a_norm), inputs.slot_mapping, mKv, space.mla_query, op
+        a,
+        space.mla_q,
+        (w.w_uk, w.kv_a_norm, scales[0]),
+        inputs.slot_mapping,
+        mKv,
+        (inputs.lengths, lengths),
+        space.mla_query,
+        op,
     ).launch(
         grid=(op.heads + 1, rows, 1),
         block=(256, 1, 1),
@@ -491,13 +606,13 @@ def mla_core(w, mKv, inputs, space, cfg: cutlass.Constexpr, stream):
         min_blocks_per_mp=1,
     )
     attention_kernel(
-        space.mla_query, mKv, (inputs.block_table, inputs.lengths), space.mla_sums, space.mla_stats, op
+        space.mla_query, mKv, (table, lengths), scales, space.mla_sums, space.mla_stats, op
     ).launch(
         grid=(op.splits, rows, blocks), block=(op.warps * 32, 1, 1), stream=stream, use_pdl=op.pdl,
         min_blocks_per_mp=1,
     )  # fmt: skip
     combine_kernel(
-        space.mla_sums, space.mla_stats, a, w.w_uv, inputs.lengths, space.mla_out, op
+        space.mla_sums, space.mla_stats, a, w.w_uv, lengths, space.mla_out, scales[0], op
     ).launch(
         grid=(op.heads, rows, 1),
         block=(256, 1, 1),
@@ -517,6 +632,8 @@ def mla_workspace(dims, cfg):
         "mla_stats": ("f32", (m, op.splits, h, 2), "undefined", "step"),
         "mla_out": ("bf16", (m, dims.mla_dim), "undefined", "step"),
     }
+    if op.tokens > 1:
+        found["mla_seen"] = ("i32", (m,), "undefined", "step")
     if not cfg.fuse_norm:
         found["normed"] = ("bf16", (m, max(dims.latent, dims.q_lora)), "undefined", "step")
     return found
@@ -536,7 +653,7 @@ def step(t, cfg, stream):
     remote = [r.attn for r in t.inputs.remote.layers] if cfg.dims.ranks > 1 else None
     gemv(x[0], t.weights.layers[0].a_proj, space.mla_proj, Extra(), cfg, stream)
     for i in cutlass.range(len(x), unroll=1):
-        w = pick_layer(t.weights.layers, i, MLA_WEIGHTS)
+        w = pick_layer(t.weights.layers, i, mla_weights(cfg.dims))
         if i > 0:
             gemv_of_sum(pick(x, i), pick(y, i - 1), mSum, w.a_proj, space.mla_proj, cfg, stream)
         mla_core(w, pick(kv, i), t.inputs, space, cfg, stream)
