@@ -46,16 +46,25 @@ class Code:
 
 def disassemble(cubin: bytes) -> tuple[Code, ...]:
     """Every kernel of a cubin. Raises ToolchainMissing, subprocess.SubprocessError."""
+    return parse(text_of(cubin))
+
+
+def text_of(cubin: bytes) -> str:
+    """What nvdisasm prints. Raises ToolchainMissing, subprocess.SubprocessError."""
     with tempfile.TemporaryDirectory(prefix="kernelgen-sass-") as work:
         file = Path(work, "kernel.cubin")
         file.write_bytes(cubin)
-        text = subprocess.run(
+        done = subprocess.run(
             [tool("nvdisasm"), "-c", str(file)],
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
             check=True,
-        ).stdout
+        )
+    return done.stdout
+
+
+def parse(text: str) -> tuple[Code, ...]:
     pieces = _SECTION.split(text)
     return tuple(_code(name, body) for name, body in zip(pieces[1::2], pieces[2::2], strict=True))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from sandbox.devices.base import Device, Timer
@@ -50,9 +51,7 @@ class CudaClock:
             work()
             mark.record(stream)
         self._device.synchronize()
-        return [
-            float(a.elapsed_time(b)) * 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)
-        ]
+        return [float(a.elapsed_time(b)) * 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)]
 
     def joules(self) -> float | None:
         """Energy since the driver was loaded; None where the GPU does not tell."""
@@ -71,8 +70,10 @@ _THROTTLE = {
 }  # fmt: skip
 
 
+@cache
 def _meter() -> Callable[[], Mapping[str, Any]]:
-    """Reads clocks, power, temperature and throttle reasons over NVML; nothing where that does not answer."""
+    """Reads clocks, power, temperature and throttle reasons over NVML; nothing where that does not answer. Made once in
+    a process: NVML takes its time to start."""
     try:
         nvml: Any = importlib.import_module("cuda.bindings.nvml")
         torch: Any = importlib.import_module("torch")

@@ -17,6 +17,7 @@ from sandbox.judge import profile, rig, timeline, timing
 from sandbox.judge.case import open_case, read_artifact
 from sandbox.judge.checks import Checker
 from sandbox.judge.ending import Ended
+from sandbox.judge.kernels import MachineCode
 from sandbox.judge.report import Draft, device_of
 from sandbox.judge.tiers import Effort, brief, effort
 from sandbox.judge.trial import Trial
@@ -63,6 +64,7 @@ def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict
         draft.artifact = artifact.sha256
         program = device.load(artifact)
         draft.resources = tuple(program.resources)
+    disassembly = MachineCode(artifact) if _measures(device) else None
     with draft.phase("allocate"):
         built = rig.build(case, artifact, program)
     trial = Trial(built, todo, Checker(case))
@@ -73,17 +75,22 @@ def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict
     with draft.phase("time"):
         timed = timing.run(built, trial.checker, draft, todo)
     with draft.phase("profile"):
-        _profile(built, draft)
+        _profile(built, draft, disassembly)
     correctness = trial.result()
     draft.checked[:0] = correctness.checked
     draft.not_verified[:0] = correctness.not_verified
     return draft.passed(timed.outcome, correctness, timed.timing)
 
 
-def _profile(built: rig.Rig, draft: Draft) -> None:
+def _measures(device: Device) -> bool:
+    """Whether a profile will be measured: then its machine code is read meanwhile."""
+    return device.kind == "cuda" and device.torch_device != "cpu"
+
+
+def _profile(built: rig.Rig, draft: Draft, disassembly: MachineCode | None) -> None:
     """A part of a plan may wait for the rest of it: that ends the profile and takes nothing from the verdict."""
     try:
-        draft.profile |= profile.run(built, draft.resources)
+        draft.profile |= profile.run(built, draft.resources, disassembly)
     except Faulted as end:
         draft.findings.append(Failure("profile", f"no profile: {end.failure.message}"))
 

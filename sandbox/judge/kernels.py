@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any
 
 from sandbox.artifact import Artifact, Launch
 from sandbox.assemble import AssemblyFailed, ToolchainMissing, assemble
-from sandbox.sass import disassemble
+from sandbox.sass import parse, text_of
 from sandbox.verdict import KernelResources, short_name
 
 REGISTERS, WARPS, BLOCKS = 65536, 64, 32
@@ -60,20 +61,33 @@ def bytes_named(artifact: Artifact, launch: Launch) -> dict[str, int]:
     return out
 
 
-def machine_code(artifact: Artifact) -> dict[str, Any]:
-    """SASS of the step's kernels: instructions by class and opcode; or why there is none."""
-    try:
-        codes = disassemble(assemble(artifact.step.ptx, artifact.arch).cubin)
-    except (AssemblyFailed, ToolchainMissing, OSError, subprocess.SubprocessError) as error:
-        return {"unavailable": str(error)[:200]}
-    wanted = {x.kernel for x in artifact.step.launches}
-    return {
-        short_name(c.kernel): {
-            "bytes": c.bytes, "instructions": len(c.instructions), "mix": mix(c.histogram()),
-            "opcodes": dict(c.histogram().most_common(24)),
-        }
-        for c in codes if c.kernel in wanted
-    }  # fmt: skip
+class MachineCode:
+    """SASS of a step's kernels. Disassembly, which takes half a second, begins at once and runs beside other work."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self.artifact = artifact
+        pool = ThreadPoolExecutor(1)
+        self._text = pool.submit(self._read)
+        pool.shutdown(wait=False)
+
+    def _read(self) -> str:
+        """Waits for programs only, so that it takes no time from Python's other thread."""
+        return text_of(assemble(self.artifact.step.ptx, self.artifact.arch).cubin)
+
+    def table(self) -> dict[str, Any]:
+        """Instructions by class and opcode; or why there are none."""
+        try:
+            codes = parse(self._text.result())
+        except (AssemblyFailed, ToolchainMissing, OSError, subprocess.SubprocessError) as error:
+            return {"unavailable": str(error)[:200]}
+        wanted = {x.kernel for x in self.artifact.step.launches}
+        return {
+            short_name(c.kernel): {
+                "bytes": c.bytes, "instructions": len(c.instructions), "mix": mix(c.histogram()),
+                "opcodes": dict(c.histogram().most_common(24)),
+            }
+            for c in codes if c.kernel in wanted
+        }  # fmt: skip
 
 
 def mix(histogram: Mapping[str, int]) -> dict[str, float]:

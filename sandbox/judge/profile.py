@@ -40,8 +40,11 @@ class Share:
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run(rig: Rig, resources: Sequence[KernelResources]) -> dict[str, Any]:
-    """Profile a candidate that has passed. Empty where times are neither measured nor modelled. Raises Faulted."""
+def run(
+    rig: Rig, resources: Sequence[KernelResources], machine_code: code.MachineCode | None = None
+) -> dict[str, Any]:
+    """Profile a candidate that has passed; `machine_code` may have been begun before. Empty where times are neither
+    measured nor modelled. Raises Faulted."""
     clock = clock_of(rig.device)
     split = getattr(rig.step, "prefix", None)
     if clock is None:
@@ -64,7 +67,7 @@ def run(rig: Rig, resources: Sequence[KernelResources]) -> dict[str, Any]:
         "step_us": round(times[-1], 3),
         "launches": rows,
         "kernels": kernels(shares),
-        "sass": code.machine_code(rig.artifact),
+        "sass": (machine_code or code.MachineCode(rig.artifact)).table(),
         "waterfall": waterfall.of_launches(rows, step),
     }
 
