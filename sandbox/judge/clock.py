@@ -70,6 +70,16 @@ _THROTTLE = {
 }  # fmt: skip
 
 
+_SM, _MEMORY, _CORE = 1, 2, 0
+
+
+def _temperature(nvml: Any) -> Callable[[Any, int], Any]:
+    found: Callable[[Any, int], Any] = (
+        getattr(nvml, "device_get_temperature_v", None) or nvml.device_get_temperature
+    )
+    return found
+
+
 @cache
 def _meter() -> Callable[[], Mapping[str, Any]]:
     """Reads clocks, power, temperature and throttle reasons over NVML; nothing where that does not answer. Made once in
@@ -82,10 +92,11 @@ def _meter() -> Callable[[], Mapping[str, Any]]:
     except Exception:  # any absence means that there are no readings
         return dict
     asked: dict[str, Callable[[], Any]] = {
-        "sm_mhz": lambda: int(nvml.device_get_clock_info(handle, nvml.ClockType.SM)),
-        "memory_mhz": lambda: int(nvml.device_get_clock_info(handle, nvml.ClockType.MEM)),
+        # numbers of NVML itself: names of its enumerations differ between versions of the bindings
+        "sm_mhz": lambda: int(nvml.device_get_clock_info(handle, _SM)),
+        "memory_mhz": lambda: int(nvml.device_get_clock_info(handle, _MEMORY)),
         "watts": lambda: int(nvml.device_get_power_usage(handle)) / 1000,
-        "celsius": lambda: int(nvml.device_get_temperature_v(handle, nvml.TemperatureSensors.GPU)),
+        "celsius": lambda: int(_temperature(nvml)(handle, _CORE)),
         "joules": lambda: int(nvml.device_get_total_energy_consumption(handle)) / 1000,
         "throttle": lambda: throttle(int(nvml.device_get_current_clocks_event_reasons(handle))),
     }
