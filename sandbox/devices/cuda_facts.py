@@ -20,6 +20,7 @@ from sandbox.devices.cuda_plan import Limits
 STORED = "device_facts.json"
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
+PLAUSIBLE = (0.75, 1.02)  # of the specified rate; an H200 alone reads 0.91 to 0.94 of it
 # Bytes per second as specified by the vendor; the first name that occurs in the device's name counts.
 SPEC_RATES = (
     ("GH200 144G", 4.9e12), ("GH200", 4.0e12), ("H200", 4.8e12), ("H100 NVL", 3.9e12), ("H100 PCIe", 2.0e12),
@@ -54,8 +55,8 @@ def facts(driver: Driver, state: Path | None) -> DeviceFacts:
         l2_bytes=a["L2_CACHE_SIZE"],
         smem_optin_bytes=a["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"],
         memory_bytes=driver.memory_bytes(),
-        spec_rate=spec_rate(name, a),
-        stream_rate=stored_stream_rate(state, name, uuid),
+        spec_rate=(spec := spec_rate(name, a)),
+        stream_rate=stored_stream_rate(state, name, uuid, spec),
         extra={
             "driver": driver.version(),
             "uuid": uuid,
@@ -77,14 +78,24 @@ def spec_rate(name: str, attributes: dict[str, int]) -> float | None:
     return 2 * clock * 1e3 * bits / 8 if clock > 0 and bits > 0 else None
 
 
-def stored_stream_rate(state: Path | None, name: str, uuid: str) -> float | None:
-    """Measured bytes per second of this card, else of another card of its name; None if there is none."""
+def plausible(rate: float, spec: float | None) -> bool:
+    """Whether a measured streaming rate can be this card's: a card that others use at the time reads a fraction, and
+    every share of the floor would look better than it is."""
+    low, high = PLAUSIBLE
+    return spec is None or low * spec <= rate <= high * spec
+
+
+def stored_stream_rate(
+    state: Path | None, name: str, uuid: str, spec: float | None = None
+) -> float | None:
+    """Measured bytes per second of this card, else of another card of its name; None if none of them can be true."""
     stored = _read(state)
     for key in (uuid, name):
         entry = stored.get(key)
         rate = entry.get("stream_rate") if isinstance(entry, dict) else None
         if isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < 1e15:
-            return float(rate)
+            if plausible(rate, spec):
+                return float(rate)
     return None
 
 

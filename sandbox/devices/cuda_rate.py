@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sandbox.artifact import Artifact, Buffer, Launch, LaunchPlan, Relocation
 from sandbox.devices.base import Program
 from sandbox.devices.cuda import CudaDevice
-from sandbox.devices.cuda_facts import store_stream_rate
+from sandbox.devices.cuda_facts import plausible, store_stream_rate
 from sandbox.devices.cuda_timing import Stopwatch
 
 BLOCK = 512
@@ -134,7 +134,8 @@ def measure(device: CudaDevice) -> float:
 
 
 def remember(device: CudaDevice) -> float | None:
-    """The stored rate of this card, measured and stored first if there is none; None where that cannot be done."""
+    """The stored rate of this card, measured and stored first if there is none; None where that cannot be done, or
+    while the card reads far less than it is specified for, as one that others use."""
     import torch
 
     known = device.facts().stream_rate
@@ -143,6 +144,8 @@ def remember(device: CudaDevice) -> float | None:
     try:
         rate = measure(device)
     except torch.OutOfMemoryError:
+        return None
+    if not plausible(rate, device.facts().spec_rate):
         return None
     store_stream_rate(device.state, device.facts(), rate)
     device.forget_facts()

@@ -253,6 +253,8 @@ def test_facts_name_the_card_its_rate_and_pageable_access(tmp_path: Path) -> Non
     assert f.extra["pageable_memory_access"] == 1
     cuda_facts.store_stream_rate(tmp_path, f, 4.39e12)
     assert device(FakeDriver(), tmp_path).facts().stream_rate == 4.39e12
+    cuda_facts.store_stream_rate(tmp_path, f, 1.2e12)  # measured while others used the card
+    assert device(FakeDriver(), tmp_path).facts().stream_rate is None
     (tmp_path / cuda_facts.STORED).write_text("{broken")
     assert device(FakeDriver(), tmp_path).facts().stream_rate is None
 
