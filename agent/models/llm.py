@@ -108,8 +108,12 @@ class ModelProposer:
                     raise NoProposal(
                         f"the prompt is too long even without history: {error}"
                     ) from error
-                s = replace(s, history=s.history[len(s.history) // 2 + 1 :], lessons=s.lessons[-5:])
-                prompt = write(s)
+                fewer = s.lessons[-5:] if len(s.lessons) > 5 else ()
+                s = replace(s, history=s.history[len(s.history) // 2 + 1 :], lessons=fewer)
+                shorter = write(s)
+                if shorter == prompt:
+                    raise NoProposal(f"the prompt cannot be made shorter: {error}") from error
+                prompt = shorter
                 continue
             except RefusalError as error:
                 raise NoProposal(f"the model declined: {error}") from error

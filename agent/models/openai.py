@@ -9,6 +9,7 @@ server needs none.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -174,7 +175,7 @@ class OpenAIModel:
             max_output_tokens=prompt.max_output_tokens,
             store=self._keep,
             stream=True,
-            prompt_cache_key=f"kernelgen-{prompt.role}",
+            prompt_cache_key=cache_key(prompt),
             extra_headers=named(key),
             **extra,
         )
@@ -198,6 +199,11 @@ class OpenAIModel:
             extra_headers=named(key),
             **extra,
         )
+
+
+def cache_key(prompt: Prompt) -> str:
+    """The same for every role of a run: they share the stable part."""
+    return f"kernelgen-{hashlib.sha256(prompt.stable.encode()).hexdigest()[:24]}"
 
 
 def named(key: str) -> dict[str, str]:

@@ -66,8 +66,10 @@ def answer(role: str, number: int) -> str:
 
 def served(asked: dict[str, Any]) -> Answer:
     """The same story as an answer of the local OpenAI server."""
-    role = asked["prompt_cache_key"].removeprefix("kernelgen-")
-    said = json.dumps(asked["input"]).encode()
+    text = json.dumps(asked["input"])
+    mending = "repair" if "Mend this fault" in text else "propose"
+    role = asked.get("text", {}).get("format", {}).get("name", mending)
+    said = text.encode()
     return Answer(answer(role, int(hashlib.sha256(said).hexdigest()[:4], 16)))
 
 

@@ -56,7 +56,10 @@ def test_plan_proposal_and_lessons_are_asked_recorded_and_priced(kit: Any) -> No
     assert sum(c["cost"] for c in calls) == 0.03
     shown, said = kit.queries.lessons(ended.run)
     assert said == "fusing helps"
-    assert shown.startswith("[fusion] fuse (fake, ") and "predicted 1.300x, the prediction missed" in shown
+    assert (
+        shown.startswith("[fusion] fuse (fake, ")
+        and "predicted 1.300x, the prediction missed" in shown
+    )
     assert model.prompts[0].stable == model.prompts[1].stable
 
 
@@ -89,6 +92,15 @@ def test_an_overlong_prompt_is_asked_with_less_history(kit: Any) -> None:
     assert rows[2]["outcome"] == "better"
     proposals = [p for p in model.prompts if p.role == "propose"]
     assert len(proposals) == 3
+    assert len(proposals[2].body) < len(proposals[1].body)
+
+
+def test_a_prompt_that_cannot_be_made_shorter_is_not_asked_again(kit: Any) -> None:
+    _, model, rows = go(kit, {"propose": [answer(90), *[ContextError("long")] * 9]}, rounds=2, k=1)
+    assert (rows[2]["status"], "too long" in rows[2]["message"]) == ("rejected", True) or (
+        "cannot be made shorter" in rows[2]["message"]
+    )
+    assert len([p for p in model.prompts if p.role == "propose"]) <= 3
 
 
 def test_spent_credit_ends_the_run_with_what_there_is(kit: Any) -> None:

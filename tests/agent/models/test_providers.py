@@ -167,7 +167,10 @@ def test_the_stable_part_is_marked_for_the_cache() -> None:
     assert block["text"] == "stable part" and block["cache_control"] == {"type": "ephemeral"}
     with serve(Answer("x")) as s:
         _responses(s).complete(PROMPT)
-    assert s.requests[0]["prompt_cache_key"] == "kernelgen-propose"
+    with serve(Answer("x")) as plan:
+        _responses(plan).complete(base.Prompt("plan", "stable part", "other", max_output_tokens=9))
+    assert s.requests[0]["instructions"] == plan.requests[0]["instructions"] == "stable part"
+    assert s.requests[0]["prompt_cache_key"] == plan.requests[0]["prompt_cache_key"]
     assert s.requests[0]["store"] is True and s.requests[0]["background"] is True
 
 
