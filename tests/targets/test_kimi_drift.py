@@ -13,6 +13,7 @@ from tests.targets.kimi import workload
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_errors_do_not_accumulate_over_256_steps() -> None:
     """Under the oracle's routing, for the schedule with every optional rounding."""
     w = workload("decode", rows=1)

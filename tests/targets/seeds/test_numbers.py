@@ -56,10 +56,14 @@ def test_other_ranks_slices_and_more_rows(compiler: CompileClient, case: Case) -
         Case("kda", 8, layers=1, extra={"q": 8}, disturb="null_store", tunables={"pdl": True}),
         Case("kda", 8, layers=1, extra={"q": 4}, disturb="null_request"),
         Case("kda", 2, layers=2, steps=2, family="glm-5.3-flash"),
+        Case("mla", 8, layers=1, extra={"q": 4}, disturb="short"),
+        Case("mla", 8, layers=1, extra={"q": 4, "kv": "fp8"}, disturb="null_request"),
+        Case("mla", 2, layers=1, extra={"kv": "fp8"}, steps=2),
+        Case("decode", 4, layers=5, extra={"q": 2, "kv": "fp8", "taps": "dspark"}),
     ],
     ids=lambda c: f"{c.family}-{c.part}-{c.rows}-{dict(c.extra)}-{c.disturb}",
 )
-def test_several_tokens_a_request_and_the_low_rank_gate(
+def test_several_tokens_a_request_e4m3_caches_and_the_low_rank_gate(
     compiler: CompileClient, case: Case
 ) -> None:
     verify(compiler, case)
