@@ -125,3 +125,39 @@ def test_over_is_in_units_of_the_bound() -> None:
     assert replace(bands.ZERO, max_abs=2.0).over(limit) == 2.0
     assert bands.ZERO.over(bands.ZERO) == 0.0
     assert replace(bands.ZERO, rel_l2=1e-9).over(bands.ZERO) == math.inf
+
+
+def wave(o: bands.Oracle, gain: float, noise: float, seed: int) -> torch.Tensor:
+    """The oracle times 1 + gain, with independent noise beside it."""
+    random = tensor(*o.values.shape, seed=seed)
+    along = (random * o.values).sum() / o.values.square().sum()
+    return o.values * (1 + gain) + noise * (random - along * o.values)
+
+
+def test_a_gain_is_told_from_noise_of_its_size() -> None:
+    """A factor 0.3 % off within noise of 2 %; a norm alone would take the noise's own length for a part of it."""
+    o = oracle(tensor(16, 4096), None)
+    legitimate = [wave(o, g, 0.02, seed) for seed, g in enumerate((1e-4, -2e-4, 1e-4), start=1)]
+    limit = limits(o, legitimate)
+    plain, off = measure(o, wave(o, 3e-4, 0.02, 9)), measure(o, wave(o, 3e-3, 0.02, 9))
+    assert plain.over(limit) <= 1
+    assert off.rel_l2 < limit.rel_l2 and "gain" in off.failed(limit)
+    assert plain.gain == pytest.approx(3e-4, rel=1e-6) and plain.norm_ratio > plain.gain + 1e-4
+    assert limit.gain < 0.25 * limit.rel_l2 / 2
+
+
+def test_schedules_that_drift_together_are_legitimate() -> None:
+    """Their own drift passes, though it is more than a quarter of the error; six times it does not."""
+    o = oracle(tensor(16, 4096), None)
+    limit = limits(o, [wave(o, 4e-3, 1e-3, 1), wave(o, 3e-3, 1e-3, 2)], stages=4)
+    assert measure(o, wave(o, 4e-3, 1e-3, 3)).over(limit) <= 1
+    assert measure(o, wave(o, 2.4e-2, 1e-3, 3)).over(limit) > 1
+
+
+def test_one_row_a_percent_too_large_shows_in_the_noise_of_many() -> None:
+    o = oracle(tensor(64, 4096), None)
+    limit = limits(o, [wave(o, 0.0, 0.01, seed) for seed in (1, 2, 3)])
+    bad = wave(o, 0.0, 0.01, 5)
+    assert measure(o, bad).over(limit) <= 1
+    bad[7] += 0.01 * o.values[7]
+    assert "cell_gain" in measure(o, bad).failed(limit)
