@@ -155,7 +155,7 @@ def _cheap() -> list[Planted]:
               "((z + Uint32(0x80000)) & Uint32(0xFFF00000)).bitcast(Float32).to(BFloat16)\n")),
         hack("kda", "precision", "short-sums", "the delta rule's sums over the keys are rounded to bf16",
              ("        seen = lanes_sum((s * k).reduce(cute.ReductionOp.ADD, Float32(0.0), 0), 8)\n",
-              "        seen = round_bf16(lanes_sum((s * k).reduce(cute.ReductionOp.ADD, Float32(0.0), 0), 8))\n")),
+              "        seen = round_bf16(lanes_sum((s * k).reduce(cute.ReductionOp.ADD, Float32(0.0), 0), 8))\n"), band=True),
     ]  # fmt: skip
 
 
