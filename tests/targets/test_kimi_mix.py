@@ -51,11 +51,12 @@ def follow(w: Any, steps: int) -> None:
 
 
 @pytest.mark.parametrize("part", [p for p in PARTS if p != "decode"])
-@pytest.mark.parametrize("preset, rows", [("tiny", 1), ("tiny-tp2", 4)])
+@pytest.mark.parametrize("preset, rows", [("tiny", 1), ("tiny-tp2", 2)])
 def test_a_piece_agrees_with_the_oracle(part: str, preset: str, rows: int) -> None:
-    follow(workload(part, preset, rows=rows, layers=2), 2 if part in ("kda", "mla") else 1)
+    follow(workload(part, preset, rows=rows, layers=1 if part == "latent-moe" else 2), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset, rows", [("tiny", 1), ("tiny-tp2", 2)])
 def test_a_whole_step_agrees_with_the_oracle(preset: str, rows: int) -> None:
     follow(workload("decode", preset, rows=rows), 2)
@@ -71,7 +72,7 @@ def test_a_sharded_router_joins_the_logits() -> None:
 
 def test_padding_writes_nothing_and_gives_zero_attention() -> None:
     for part in ("kda", "mla"):
-        w = workload(part, rows=4, layers=1)
+        w = workload(part, rows=2, layers=1)
         t = disturb.apply(w, "null_request", 5, tensors(w))
         mine = with_outputs(w, t)
         made(w, mine).step()
