@@ -56,6 +56,16 @@ class ChainCheck:
                 "timed chains from the same start left different outputs or states",
             )
 
+    def alone(self, arm: PlanArm, kind: str) -> None:
+        """After isolated steps from the start of the round. Raises Ended if they left other bits than the first did."""
+        if self._atomic(arm.artifact):
+            return
+        now = self.lanes.digest()
+        if now != self._left.setdefault(f"{arm.name}, {kind}", now):
+            self._end(
+                Status.FLAKY, arm, f"isolated steps ({kind}) left different outputs or states"
+            )
+
     def untimed(self, arm: PlanArm, oracle: bool) -> None:
         """The same steps one by one: the end against the timed chains, with `oracle` first and last against that."""
         last = self.lanes.steps - 1

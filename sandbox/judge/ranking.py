@@ -6,7 +6,7 @@ Pure arithmetic over samples; it measures nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ MEMO_FLAG, MEMO_CHEAT = 1.15, 1.5
 @dataclass(frozen=True)
 class Measured:
     """Samples [blocks, 2] of one step in microseconds by arm; `even`: the same, each block in units of its own mean.
-    `fresh`: blocks whose inputs no arm had seen before. `cold`: isolated steps after an L2 flush."""
+    `fresh`: blocks whose inputs no arm had seen before. `cold`, `warm`: isolated steps after an L2 flush, and after
+    another step."""
 
     samples: Mapping[str, Samples]
     even: Mapping[str, Samples]
@@ -39,6 +40,7 @@ class Measured:
     conditions: Mapping[str, Any]
     resamples: int
     empty_us: float
+    warm: Mapping[str, Samples] = field(default_factory=dict)
 
     def us(self, arm: str) -> float:
         return float(np.median(self.samples[arm]))
@@ -68,6 +70,7 @@ def rank(case: Case, m: Measured, draft: Draft) -> Timed:
         "us": {a: m.us(a) for a in m.samples}, "us_quartiles": _quartiles(m.samples["candidate"]),
         "empty_interval_us": m.empty_us, "aa": [m.self_test.ratio.low, m.self_test.ratio.high],
         "margin": m.self_test.margin, "fresh_over_repeated": memo,
+        "isolated_us": {a: float(np.median(x)) for a, x in m.warm.items()},
         "cold_us": {a: float(np.median(x)) for a, x in m.cold.items()},
         "cold_ratio": None if cold is None else [cold.value, cold.low, cold.high],
     }  # fmt: skip

@@ -104,5 +104,11 @@ class SelfTest:
         return max(LEAST_MARGIN, 2 * self.half_width)
 
 
+def drift(x: Samples) -> float:
+    """Median of the last third of the blocks over that of the first, less one; 0 for fewer than six blocks."""
+    third = x.shape[0] // 3
+    return 0.0 if third < 2 else float(np.median(x[-third:]) / np.median(x[:third])) - 1.0
+
+
 def self_test(a: Samples, twin: Samples, resamples: int, seed: int = 0) -> SelfTest:
     return SelfTest(ratio([a], [twin], resamples, seed))

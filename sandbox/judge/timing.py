@@ -6,7 +6,8 @@ exact, and never called measured. What the numbers mean for promotion is in `san
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from sandbox.judge.tiers import Effort
 from sandbox.verdict import Failure, Status
 
 WARM_US, WARM_ROUNDS = 50_000.0, 8
+MOST_DRIFT, MOST_MHZ = 0.02, 50
 SLOWED = {"hardware slowdown", "thermal", "hardware thermal", "power brake"}
 
 
@@ -60,16 +62,51 @@ def _timed(
     )
     make_arms(session, rival)
     measured = _measure(session)
-    if not measured.self_test.sound:
-        draft.findings.append(
-            Failure("aa", f"A/A missed 1: {measured.self_test.ratio}; timed again")
-        )
+    unquiet = _unquiet(measured)
+    if unquiet:
+        draft.findings.append(Failure(*unquiet))
         measured = _measure(session)
+        again = _unquiet(measured)
+        if again and again[0] == "drift":
+            draft.findings.append(
+                Failure(again[0], again[1].replace("timed again", "it drifted twice"))
+            )
     if not measured.self_test.sound:
         message = f"one kernel against itself differs: {measured.self_test.ratio}; the machine is not quiet"
         raise Ended(Status.INFRA, Failure("aa", message))
     draft.seconds["gpu_timed"] = round(session.timed_us / 1e6, 6)
     return series.added(ranking.rank(case, measured, draft), session)
+
+
+def _unquiet(m: Measured) -> tuple[str, str] | None:
+    """Rule and sentence where a run should be repeated: one kernel differs from itself, or the machine drifted."""
+    if not m.self_test.sound:
+        return "aa", f"A/A missed 1: {m.self_test.ratio}; timed again"
+    original = INCUMBENT if INCUMBENT in m.samples else CANDIDATE
+    moved = stats.drift(m.samples[original])
+    clocks = m.conditions.get("sm_mhz")
+    if abs(moved) > MOST_DRIFT:
+        return (
+            "drift",
+            f"{original} became {moved:+.1%} slower from the first blocks to the last; timed again",
+        )
+    if clocks and clocks[2] - clocks[0] > MOST_MHZ:
+        return (
+            "drift",
+            f"the SM clock moved from {clocks[0]} to {clocks[2]} MHz during the blocks; timed again",
+        )
+    return None
+
+
+def _summary(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Least, median and largest of each reading over the blocks; throttle reasons with their number of blocks."""
+    out: dict[str, Any] = {}
+    for name in ("sm_mhz", "memory_mhz", "watts", "celsius"):
+        seen = sorted(c[name] for c in readings if name in c)
+        if seen:
+            out[name] = [seen[0], seen[len(seen) // 2], seen[-1]]
+    reasons = [r for c in readings for r in c.get("throttle", ())]
+    return {**out, "throttled_blocks": {r: reasons.count(r) for r in sorted(set(reasons))}}
 
 
 def _measure(s: Session) -> Measured:
@@ -92,16 +129,19 @@ def _measure(s: Session) -> Measured:
             check.untimed(plan, plan.name == CANDIDATE and (last or s.effort.fresh_bands))
     check.end(s.plan_arms(), s.rig)
     kept = _kept(s, samples)
-    conditions = {"before": before, "after": dict(s.clock.conditions()), "dropped_blocks": kept[1]}
+    conditions = {
+        "before": before, "after": dict(s.clock.conditions()), "dropped_blocks": kept[1],
+        **_summary(s.conditions[-len(samples[CANDIDATE]) :]),
+    }  # fmt: skip
     table = kept[0]
     original = INCUMBENT if INCUMBENT in table else CANDIDATE
     even = stats.paired(table)
     tested = stats.self_test(even[original], even[TWIN], s.effort.resamples)
-    cold = _cold(s) if s.effort.cold else {}
+    cold, warm = _isolated(s, check) if s.effort.cold else ({}, {})
     launches = s.plan_arms()[0].launches
     return Measured(
         table, even, tested, tuple(fresh), s.lanes.sets, s.lanes.steps, launches, check.floor_bytes(), cold,
-        conditions, s.effort.resamples, min(s.clock.time(lambda: None) for _ in range(5)),
+        conditions, s.effort.resamples, min(s.clock.time(lambda: None) for _ in range(5)), warm,
     )  # fmt: skip
 
 
@@ -157,18 +197,32 @@ def _kept(s: Session, samples: dict[str, list[list[float]]]) -> tuple[dict[str, 
     }, count - len(good)
 
 
-def _cold(s: Session) -> dict[str, Samples]:
-    """One step after an L2 flush, for candidate and incumbent, interleaved: [blocks, 1] in microseconds."""
-    found: dict[str, list[list[float]]] = {a.name: [] for a in s.plan_arms()}
+def _isolated(s: Session, check: ChainCheck) -> tuple[dict[str, Samples], dict[str, Samples]]:
+    """One step alone, for candidate and incumbent, interleaved: [blocks, 1] in microseconds after an L2 flush, and
+    after another step. What each leaves must be what the same steps leave untimed."""
+    cold: dict[str, list[list[float]]] = {a.name: [] for a in s.plan_arms()}
+    warm: dict[str, list[list[float]]] = {a.name: [] for a in s.plan_arms()}
     singles = {a.name: _single(s, a) for a in s.plan_arms()}
+    for arm in s.plan_arms():
+        s.lanes.restore()
+        for kind in ("cold", "warm"):  # the second from the states that the first left
+            arm.step(0)
+            s.case.device.synchronize()
+            check.alone(arm, kind)
     for i in range(s.effort.blocks):
         order = s.plan_arms() if i % 2 == 0 else s.plan_arms()[::-1]
         for arm in order:
             s.lanes.restore()
             s.clock.flush_l2()
             s.case.device.synchronize()
-            found[arm.name].append([s.clock.time(singles[arm.name].launch)])
-    return {name: np.asarray(x, dtype=np.float64) for name, x in found.items()}
+            cold[arm.name].append([s.clock.time(singles[arm.name].launch)])
+            check.alone(arm, "cold")
+            warm[arm.name].append([s.clock.time(singles[arm.name].launch)])
+            check.alone(arm, "warm")
+    tables = (
+        {n: np.asarray(x, dtype=np.float64) for n, x in found.items()} for found in (cold, warm)
+    )
+    return next(tables), next(tables)
 
 
 def _single(s: Session, arm: PlanArm) -> Bound:
