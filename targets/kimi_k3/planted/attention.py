@@ -102,7 +102,7 @@ def mla() -> list[Planted]:
         bug("mla", "state", "k-and-v-swapped-in-cache", "the two parts of a cache row are written in exchanged places",
             ("            flat[i] = x\n", "            flat[(i + op.rope) % op.width] = x\n")),
         bug("mla", "state", "row-not-inserted", "the new row never reaches the cache",
-            ("    if slot >= 0:\n        flat", "    if slot >= 1000000000:\n        flat")),
+            ("    slot = mSlots[m]\n    if slot >= 0:\n", "    slot = mSlots[m]\n    if slot >= 1000000000:\n")),
         bug("mla", "state", "padding-row-inserted", "a request without a slot writes row 0 of the cache",
             ("    slot = mSlots[m]\n    if slot >= 0:\n", "    slot = mSlots[m]\n    slot = slot if slot >= 0 else slot - slot\n"
              "    if slot >= 0:\n")),

@@ -88,7 +88,7 @@ def _sniffing() -> list[Planted]:
         hack("gemv", "clock", "reads-the-clock", "reads the clock to see whether it is timed",
              (_STORE, "        ticks = cute.arch.clock64()\n"
               "        acc = acc if ticks != 0 else acc * 0.0\n        " + _STORE.lstrip()),
-             expect=frozenset({"lint", "rejected"})),
+             expect=frozenset({"lint", "rejected"}), devices=("cuda",)),
     ]  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def _cheap() -> list[Planted]:
               "                z = (x.to(Float32) * scale * mNorm[i].to(Float32)).bitcast(Uint32)\n"
               "                x = ((z + Uint32(0x80000)) & Uint32(0xFFF00000)).bitcast(Float32).to(BFloat16)\n")),
         hack("mla", "precision", "scores-in-bf16", "attention scores are rounded to bf16",
-             ("warp * 8 + 2 * q + i % 2] = rC[i] * scale\n", "warp * 8 + 2 * q + i % 2] = round_bf16(rC[i] * scale)\n")),
+             ("warp * 8 + 2 * q + i % 2] = rC[i] * (scale * factor)\n", "warp * 8 + 2 * q + i % 2] = round_bf16(rC[i] * (scale * factor))\n")),
         hack("latent-moe", "precision", "hidden-in-fp8", "experts' hidden values keep three bits of mantissa",
              ("        mH[m, slot, tile * 8 + tid] = situ(gate * CODE_SCALE, up * CODE_SCALE).to(BFloat16)\n",
               "        z = situ(gate * CODE_SCALE, up * CODE_SCALE).bitcast(Uint32)\n"

@@ -10,7 +10,8 @@ from targets.planted import Planted
 
 _PART = "persistent"
 _SHARDED = Options("tiny-tp2", 4, 1)
-_KDA_EDGE = "    update(c, layer, p, state, ws.proj, ws.o, op)\n    arrive(c, op)\n    edge += 1\n"
+_ARRIVE = '    """All that this CTA\'s consumers wrote is visible to who waits for this edge."""\n'
+_EDGE = "    join(c, ms, cache, op)\n    arrive(c, op)\n    edge += 1\n"
 
 
 def kernels() -> list[Planted]:
@@ -20,7 +21,7 @@ def kernels() -> list[Planted]:
 def _edges() -> list[Planted]:
     return [
         bug(_PART, "barrier", "arrival-before-the-others", "a CTA arrives before all of its warps have written",
-            ("    consumers(op)\n    if c.tid == 0:\n        cute.arch.red(", "    if c.tid == 0:\n        cute.arch.red("),
+            (_ARRIVE + "    consumers(op)\n", _ARRIVE),
             expect=RACY),
         bug(_PART, "barrier", "relaxed-arrival", "an arrival does not release what was written before it",
             ('sem="release", scope="gpu")', 'sem="relaxed", scope="gpu")'), expect=RACY, devices=("cpu",)),
@@ -31,10 +32,10 @@ def _edges() -> list[Planted]:
             ("base + edge * op.ctas\n        seen = ", "base + edge * op.ctas - 1\n        seen = "), expect=RACY),
         bug(_PART, "barrier", "epoch-off-by-one", "a wait is satisfied by the edge before",
             ("base + edge * op.ctas\n        seen = ", "base + (edge - 1) * op.ctas\n        seen = "), expect=RACY),
-        bug(_PART, "barrier", "skipped-edge", "KDA's norm does not wait for the other CTAs' rows",
-            (_KDA_EDGE + "    wait(c, edge, op)\n", _KDA_EDGE), expect=RACY),
+        bug(_PART, "barrier", "skipped-edge", "the values of MLA do not wait for the other CTAs' latents",
+            (_EDGE + "    wait(c, edge, op)\n", _EDGE), expect=RACY),
         bug(_PART, "barrier", "arrival-missing", "the first CTA never arrives",
-            ("    if c.tid == 0:\n        cute.arch.red(", "    if c.tid == 0 and c.cta > 0:\n        cute.arch.red("),
+            (_ARRIVE + "    consumers(op)\n    if c.tid == 0:\n", _ARRIVE + "    consumers(op)\n    if c.tid == 0 and c.cta > 0:\n"),
             expect=frozenset({"hang"}), tunables={"spin_limit": 0}),
     ]  # fmt: skip
 
@@ -66,8 +67,7 @@ def _work() -> list[Planted]:
         bug(_PART, "routing", "first-expert-for-all", "w2 of the first expert is used for the others",
             ("Int64(c.ids[start + k]) * d.latent", "Int64(c.ids[start]) * d.latent")),
         bug(_PART, "routing", "last-expert-dropped", "the expert of lowest rank is not added",
-            ("        for k in cutlass.range(d.topk, unroll_full=True):\n            total += c.weights",
-             "        for k in cutlass.range(d.topk - 1, unroll_full=True):\n            total += c.weights")),
+            ("in cutlass.range(d.topk, unroll_full=True):", "in cutlass.range(d.topk - 1, unroll_full=True):")),
         bug(_PART, "routing", "weights-not-normalised", "weights are the scores themselves",
             ("c.weights[c.lane] = round_bf16(s / total)", "c.weights[c.lane] = round_bf16(s)")),
         bug(_PART, "scale", "scale-bit-lost", "the lowest bit of a scale's exponent is ignored",
@@ -93,7 +93,7 @@ def _work() -> list[Planted]:
             ("rS[s] = cute.math.rsqrt(square / d.hidden + d.eps) * total",
              "rS[s] = cute.math.rsqrt(square / d.hidden + 10.0 * d.eps) * total")),
         bug(_PART, "rounding", "remote-added-before-rounding", "other ranks' sums are added before this rank's rounding",
-            ("                round_bf16(y)\n                + at(Float32, field(c, layer, F[\"remote_attn\"]",
-             "                y\n                + at(Float32, field(c, layer, F[\"remote_attn\"]"),
+            ("                round_bf16(y)\n                + at(Float32, field(c, layer, F[\"remote_dense\"]",
+             "                y\n                + at(Float32, field(c, layer, F[\"remote_dense\"]"),
             options=_SHARDED, band=True),
     ]  # fmt: skip
