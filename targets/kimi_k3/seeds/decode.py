@@ -15,7 +15,7 @@ from targets.kimi_k3.seeds.attn_res import Mix, MixState, attn_res
 from targets.kimi_k3.seeds.common import begin, pick, pick_layer
 from targets.kimi_k3.seeds.gemv import Extra, gemv, gemv_situ
 from targets.kimi_k3.seeds.kda import KDA_STATES, KDA_WEIGHTS, kda_core, kda_workspace
-from targets.kimi_k3.seeds.latent_moe import MOE_WEIGHTS, moe_ffn, moe_remote, moe_workspace
+from targets.kimi_k3.seeds.latent_moe import moe_ffn, moe_remote, moe_weights, moe_workspace
 from targets.kimi_k3.seeds.mla import mla_core, mla_weights, mla_workspace
 
 TUNABLES = {
@@ -118,7 +118,7 @@ def ffn(n, t, cfg: cutlass.Constexpr, stream):
         if bit(mask(d.ffn, "E"), n, d.layers) == 1:
             which = bits_before(mask(d.ffn, "E"), n, d.layers)
             experts = members(d.ffn, "E")
-            w = pick_layer([t.weights.layers[k] for k in experts], which, MOE_WEIGHTS)
+            w = pick_layer([t.weights.layers[k] for k in experts], which, moe_weights(d))
             remote = [t.inputs.remote.layers[k] for k in experts] if sharded else None
             send = [numbered(t.outputs.send.layers, k) for k in experts] if sharded else None
             ids = t.outputs.ids[which, None, None]

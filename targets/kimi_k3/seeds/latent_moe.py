@@ -1,4 +1,4 @@
-"""The latent MoE FFN of one layer: router, MXFP4 experts on the latent, shared expert, up-projection.
+"""The latent MoE FFN of one layer: router, MXFP4 or NVFP4 experts on the latent, shared expert, up-projection.
 
 Experts run per (row, slot) pair on bf16 tensor cores: the 4-bit codes become bf16 by shifts, exactly, and carry their
 group's power-of-two scale. Scales from 2^-62 to 2^63 (bytes 65..190) are exact; others are not supported.
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint16, Uint32
 
 from targets.kimi_k3.seeds.common import begin, mma_k32, pick, pick_layer, round_bf16, situ, smem
 from targets.kimi_k3.seeds.gemv import Extra, add, gemv, gemv_normed, gemv_situ
@@ -44,6 +44,7 @@ class Experts:
     warps: int
     unroll: int
     pdl: bool
+    nv: bool = False
 
     @property
     def steps(self):
@@ -51,10 +52,12 @@ class Experts:
 
 
 class Codes(NamedTuple):
-    """One expert matrix of every expert: codes u8 [experts, rows, k / 2], scales u8 [experts, rows, k / 32]."""
+    """One expert matrix of every expert: codes u8 [experts, rows, k / 2], scales u8 [experts, rows, k / 32]. NVFP4:
+    scales e4m3 [experts, rows, k / 16] and factor f32 [experts]."""
 
     codes: Any
     scales: Any
+    factor: Any = None
 
 
 @cute.jit
@@ -62,6 +65,31 @@ def scale_word(byte: Uint32):
     """UE8M0 byte -> 2^(byte - 127 + 64) in both halves of a bf16 pair."""
     half = (byte + Uint32(64)) << 7
     return half | (half << 16)
+
+
+@cute.jit
+def scale_words(pair: Uint32):
+    """Two E4M3 of NVFP4 in bits 0..15 -> each times 2^64 in both halves of a bf16 pair, exact; zero becomes 2^-63, with
+    which every product vanishes."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .b16 two;
+        .reg .b32 x;
+        .reg .f16 a, b;
+        .reg .f32 c, d;
+        cvt.u16.u32 two, {$r0};
+        cvt.rn.f16x2.e4m3x2 x, two;
+        mov.b32 {a, b}, x;
+        cvt.f32.f16 c, a;
+        cvt.f32.f16 d, b;
+        cvt.rn.bf16x2.f32 x, c, c;
+        add.u32 {$w0}, x, 0x20002000;
+        cvt.rn.bf16x2.f32 x, d, d;
+        add.u32 {$w1}, x, 0x20002000;
+        }""",
+        write_only_types=[Uint32, Uint32],
+        read_only_args=[pair],
+    )
 
 
 @cute.jit
@@ -105,7 +133,7 @@ def pair_up(rX: cute.Tensor):
 def load_codes(
     w: Codes, at: tuple, rCode: cute.Tensor, rScale: cute.Tensor, groups: cutlass.Constexpr
 ):
-    """32 codes (16 bytes) and their scale of at = (expert, row, group); scale 0 beyond the last group."""
+    """32 codes (16 bytes) and their one or two scales, of at = (expert, row, group); scale 0 beyond the last group."""
     expert, row, group = at
     stream = cute.make_copy_atom(
         cute.nvgpu.CopyG2ROp(), Uint32, num_bits_per_copy=128,
@@ -114,17 +142,27 @@ def load_codes(
     gCode = cute.logical_divide(cute.recast_tensor(w.codes, Uint32), (None, None, 4))
     if group < groups:
         cute.copy(stream, gCode[expert, row, (None, group)], rCode)
-        rScale[0] = w.scales[expert, row, group].to(Uint32)
+        if cutlass.const_expr(w.factor is None):
+            rScale[0] = w.scales[expert, row, group].to(Uint32)
+        else:
+            rScale[0] = cute.recast_tensor(w.scales, Uint16)[expert, row, group].to(Uint32)
     else:
         rCode.fill(0)
 
 
 @cute.jit
-def accumulate(rC: cute.Tensor, rX: cute.Tensor, rCode: cute.Tensor, rScale: cute.Tensor):
+def accumulate(
+    rC: cute.Tensor, rX: cute.Tensor, rCode: cute.Tensor, rScale: cute.Tensor, nv: cutlass.Constexpr
+):
     """rC[4] += this lane's 32 columns of x (rX[4, 4], paired up) times its 32 codes: eight MMAs."""
-    scale = scale_word(rScale[0])
-    for i in cutlass.range(4, unroll_full=True):
-        mma_k32(rC, rX[None, i], expand(rCode[i], scale))
+    if cutlass.const_expr(nv):
+        scales = scale_words(rScale[0])
+        for i in cutlass.range_constexpr(4):
+            mma_k32(rC, rX[None, i], expand(rCode[i], scales[i // 2]))
+    else:
+        scale = scale_word(rScale[0])
+        for i in cutlass.range(4, unroll_full=True):
+            mma_k32(rC, rX[None, i], expand(rCode[i], scale))
 
 
 @cute.jit
@@ -196,7 +234,7 @@ def expert_up_kernel(
                 for i in cutlass.range(4, unroll_full=True):
                     cute.autovec_copy(sX[None, group * 4 + i], rX[None, i])
             for half in cutlass.range_constexpr(2):
-                accumulate(rC[None, half], rX, rCode[None, half, u], rScale[None, half, u])
+                accumulate(rC[None, half], rX, rCode[None, half, u], rScale[None, half, u], op.nv)
         if turn + op.warps * op.unroll < op.steps:
             load_round(w, row, turn + op.warps * op.unroll, (rCode, rScale), op)
     sC = smem(Float32, (16, op.warps), (1, 16))
@@ -209,6 +247,9 @@ def expert_up_kernel(
         for part in cutlass.range(op.warps, unroll_full=True):
             gate += sC[tid, part]
             up += sC[tid + 8, part]
+        if cutlass.const_expr(op.nv):
+            gate *= w[0].factor[row[0]]
+            up *= w[1].factor[row[0]]
         mH[m, slot, tile * 8 + tid] = situ(gate * CODE_SCALE, up * CODE_SCALE).to(BFloat16)
 
 
@@ -251,7 +292,9 @@ def expert_down_kernel(
                     for i in cutlass.range(4, unroll_full=True):
                         cute.autovec_copy(gH[m, slot, (None, group * 4 + i)], rX[None, i])
                         pair_up(rX[None, i])
-                accumulate(rC, rX, rCode[None, u, s], rScale[None, u, s])
+                accumulate(rC, rX, rCode[None, u, s], rScale[None, u, s], op.nv)
+            if cutlass.const_expr(op.nv):
+                rC.store(rC.load() * w.factor[mIds[m, slot]])
             if lane < 4:
                 sF[lane * 2, slot] = round_bf16(rC[0] * CODE_SCALE)
                 sF[lane * 2 + 1, slot] = round_bf16(rC[1] * CODE_SCALE)
@@ -265,12 +308,26 @@ def expert_down_kernel(
         mZ[m, tile * 8 + tid] = total.to(BFloat16)
 
 
+def nv_of(dims):
+    """Whether the experts are NVFP4. A lane has 32 columns at a time, so they must be whole here too."""
+    if dims.experts_format == "nvfp4" and (dims.latent % 32 or dims.expert_dim % 32):
+        raise ValueError(
+            f"NVFP4 of {dims.latent} and {dims.expert_dim} columns: this kernel takes whole 32"
+        )
+    return dims.experts_format == "nvfp4"
+
+
+def moe_weights(dims):
+    """The names of a layer's weights."""
+    return (*MOE_WEIGHTS, "w1_factor", "w2_factor", "w3_factor") if nv_of(dims) else MOE_WEIGHTS
+
+
 @cute.jit
 def expert_up(mL, mRemote, w, mIds, mH, cfg: cutlass.Constexpr, stream):
     d = cfg.dims
     op = Experts(
-        d.topk, d.expert_dim, d.latent // 32, cfg.expert_up_warps, cfg.expert_unroll, cfg.pdl
-    )
+        d.topk, d.expert_dim, d.latent // 32, cfg.expert_up_warps, cfg.expert_unroll, cfg.pdl, nv_of(d)
+    )  # fmt: skip
     expert_up_kernel(mL, mRemote, w, mIds, mH, op).launch(
         grid=(op.rows // 8, op.topk, mL.shape[0]),
         block=(op.warps * 32, 1, 1),
@@ -283,7 +340,7 @@ def expert_up(mL, mRemote, w, mIds, mH, cfg: cutlass.Constexpr, stream):
 @cute.jit
 def expert_down(mH, w, route, mRemote, mZ, cfg: cutlass.Constexpr, stream):
     d = cfg.dims
-    op = Experts(d.topk, d.latent, d.expert_dim // 32, cfg.expert_down_warps, 0, cfg.pdl)
+    op = Experts(d.topk, d.latent, d.expert_dim // 32, cfg.expert_down_warps, 0, cfg.pdl, nv_of(d))
     expert_down_kernel(mH, w, route, mRemote, mZ, op).launch(
         grid=(op.rows // 8, mH.shape[0], 1),
         block=(op.warps * 32, 1, 1),
@@ -322,9 +379,12 @@ def moe_ffn(mX, w, remote: Remote, mIds, mY, space, cfg: cutlass.Constexpr, stre
         mX, (w.router, w.router_bias), space.logits, remote.logits, mIds, space.routed, cfg, stream
     )
     gemv(mX, w.latent_down, space.latent, Extra(), cfg, stream)
+    nv = nv_of(cfg.dims)
     up = (Codes(w.w1, w.w1_scale), Codes(w.w3, w.w3_scale))
+    if cutlass.const_expr(nv):
+        up = (Codes(w.w1, w.w1_scale, w.w1_factor), Codes(w.w3, w.w3_scale, w.w3_factor))
     expert_up(space.latent, remote.latent, up, mIds, space.expert_hidden, cfg, stream)
-    down = Codes(w.w2, w.w2_scale)
+    down = Codes(w.w2, w.w2_scale, w.w2_factor if nv else None)
     expert_down(
         space.expert_hidden, down, (mIds, space.routed), remote.moe, space.experts_sum, cfg, stream
     )
@@ -370,7 +430,7 @@ def step(t, cfg, stream):
         if i > 0:
             add(pick(x, i), pick(y, i - 1), total, cfg, stream)
         mX = pick([x[0], total], Int32(1) if i > 0 else Int32(0))
-        w = pick_layer(layers, i, MOE_WEIGHTS)
+        w = pick_layer(layers, i, moe_weights(cfg.dims))
         ids = t.outputs.ids[i, None, None]
         moe_ffn(
             mX, w, moe_remote(remote, send, i, cfg.dims), ids, pick(y, i), t.workspace, cfg, stream

@@ -60,12 +60,11 @@ def test_other_ranks_slices_and_more_rows(compiler: CompileClient, case: Case) -
         Case("mla", 8, layers=1, extra={"q": 4, "kv": "fp8"}, disturb="null_request"),
         Case("mla", 2, layers=1, extra={"kv": "fp8"}, steps=2),
         Case("decode", 4, layers=5, extra={"q": 2, "kv": "fp8", "taps": "dspark"}),
+        Case("latent-moe", 2, layers=1, extra={"experts": "nvfp4"}),
     ],
     ids=lambda c: f"{c.family}-{c.part}-{c.rows}-{dict(c.extra)}-{c.disturb}",
 )
-def test_several_tokens_a_request_e4m3_caches_and_the_low_rank_gate(
-    compiler: CompileClient, case: Case
-) -> None:
+def test_variants_of_the_targets(compiler: CompileClient, case: Case) -> None:
     verify(compiler, case)
 
 
