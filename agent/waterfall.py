@@ -39,7 +39,7 @@ def lines(profile: Mapping[str, Any], layers: bool = True) -> list[str]:
     fall = of(profile)
     if fall is None:
         return []
-    out = [_head(fall)]
+    out = [head(fall)]
     out += [f"  {us:10.2f} us {share:6.1%}  {words}" for words, us, share in parts(fall)]
     if fall.get("hidden_us"):
         out.append(
@@ -55,7 +55,8 @@ def lines(profile: Mapping[str, Any], layers: bool = True) -> list[str]:
     return out
 
 
-def _head(fall: Mapping[str, Any]) -> str:
+def head(fall: Mapping[str, Any]) -> str:
+    """What was measured how, in one line."""
     text = f"waterfall ({fall['kind']}, {fall['method']}): a step of {fall['step_us']:.2f} us"
     if fall.get("overhead"):
         text += f" in the build with marks, which takes {fall['overhead']:.3f} x the {fall['plain_us']:.2f} us without"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from agent import waterfall
 from agent.report.drawing import BLUE, GREY, SERIES, WIDTH, legend_above, names, short
 from agent.report.svg import INK, draw
 from agent.review.changes import KernelTime, launches
@@ -12,6 +13,8 @@ from agent.review.dossier import Dossier
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+MOST_BLOCKS = 12
 
 
 def kernel_bars(times: tuple[KernelTime, ...], name: str) -> str:
@@ -33,6 +36,66 @@ def kernel_bars(times: tuple[KernelTime, ...], name: str) -> str:
         legend_above(figure)
 
     return draw(f"kernels-{name}", "time by kernel", paint, (WIDTH, 1.3 + 0.45 * len(shown)))
+
+
+def parts(d: Dossier, name: str) -> str:
+    """The waterfall: what a step is made of, the parent's above the candidate's."""
+    sides = [("this candidate", waterfall.of(d.me.verdict.profile) if d.me.verdict else None)]
+    if d.parent is not None and d.parent.verdict is not None:
+        sides.append((f"parent {d.parent.seq}", waterfall.of(d.parent.verdict.profile)))
+    found = [(word, waterfall.parts(fall)) for word, fall in sides if fall is not None]
+    if not found:
+        return ""
+    colours = dict(zip(waterfall.WORDS.values(), (GREY, *SERIES), strict=False))
+
+    def paint(figure: Figure) -> None:
+        ax = figure.subplots()
+        for lane, (_, rows) in enumerate(found):
+            at = 0.0
+            for (_, us, _), colour in zip(rows, colours.values(), strict=True):
+                ax.barh([lane], [max(0.0, us)], 0.6, left=at, color=colour, edgecolor=INK, lw=0.3)
+                at += max(0.0, us)
+        names(ax, [word for word, _ in found], inverted=False)
+        for words, colour in colours.items():
+            ax.barh([0], [0], color=colour, label=words)
+        ax.set_xlabel("a step, us: parts that add up")
+        legend_above(figure)
+
+    return draw(
+        f"waterfall-{name}", "what a step is made of", paint, (WIDTH, 1.9 + 0.5 * len(found))
+    )
+
+
+def marks(d: Dossier, name: str) -> str:
+    """Phases inside the kernel: a few blocks over the step, colours by phase."""
+    found = d.me.verdict.profile.get("timeline") if d.me.verdict else None
+    if not found:
+        return ""
+    tracks = [t for t in found["tracks"] if t["role"] == 0][:MOST_BLOCKS]
+    kinds = [str(k) for _, k in found["phases"]]
+    sums: dict[int, float] = {}
+    for t in tracks:
+        for (begin, phase, _), (end, _, _) in zip(t["marks"], t["marks"][1:], strict=False):
+            sums[phase] = sums.get(phase, 0.0) + end - begin
+    top = [p for p in sorted(sums, key=lambda p: -sums[p]) if kinds[p] == "work"][: len(SERIES)]
+    colour = dict(zip(top, SERIES, strict=False))
+
+    def paint(figure: Figure) -> None:
+        ax = figure.subplots()
+        for lane, t in enumerate(tracks):
+            pairs = list(zip(t["marks"], t["marks"][1:], strict=False))
+            spans = [(a[0], b[0] - a[0]) for a, b in pairs]
+            faces = ["none" if kinds[a[1]] != "work" else colour.get(a[1], GREY) for a, _ in pairs]
+            ax.broken_barh(spans, (lane - 0.4, 0.8), facecolors=faces, lw=0)
+        names(ax, [f"block {t['block']}, SM {t['sm']}" for t in tracks])
+        for phase in top:
+            ax.barh([0], [0], color=colour[phase], label=short(str(found["phases"][phase][0])))
+        ax.set_xlabel(f"time in the step, us ({found['kind']}); gaps are waiting")
+        legend_above(figure)
+
+    return draw(
+        f"marks-{name}", "phases of blocks in time", paint, (WIDTH, 1.6 + 0.28 * len(tracks))
+    )
 
 
 def timeline(d: Dossier, name: str) -> str:

@@ -42,6 +42,8 @@ class DossierPage:
     source: str
     sections: tuple[Section, ...]
     comparisons: tuple[Comparison, ...]
+    waterfall: Markup
+    marks: Markup
     timeline: Markup
     kernels: Markup
 
@@ -136,6 +138,8 @@ def dossier_page(d: Dossier) -> DossierPage:
     return DossierPage(
         name=d.me.name, seq=d.me.seq, headline=headline(d), source=d.me.source,
         sections=sections(d), comparisons=tuple(_comparisons(d)),
+        waterfall=Markup(kernel_figures.parts(d, f"{d.me.seq}")),
+        marks=Markup(kernel_figures.marks(d, f"{d.me.seq}")),
         timeline=Markup(kernel_figures.timeline(d, f"{d.me.seq}")),
         kernels=Markup(kernel_figures.kernel_bars(d.kernel_times, f"{d.me.seq}")),
     )  # fmt: skip

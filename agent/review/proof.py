@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from agent import difference, waterfall
+from agent.difference import Side
 from agent.review.changes import KernelTime, label
 from agent.review.decide import Decision
 from agent.review.dossier import Dossier
@@ -19,6 +21,7 @@ from sandbox.verdict import Correctness, Verdict
 SHOWN_TENSORS = 12
 SHOWN_KERNELS = 24
 SHOWN_RESOURCES = 40
+SHOWN_CHANGES = 24
 WORD = {"approve": "approved", "reject": "rejected", "send_back": "sent back"}
 
 
@@ -47,7 +50,7 @@ def headline(d: Dossier) -> str:
 def sections(d: Dossier) -> tuple[Section, ...]:
     """In the order in which a reviewer needs them; empty ones are left out."""
     v = d.me.verdict
-    found = [_risks(d), _speedups(d), _kernels(d), _resources(d)]
+    found = [_risks(d), _speedups(d), _waterfall(d), _kernels(d), _resources(d)]
     if v is not None:
         found += [_checked(v), _not_verified(v), _tensors(v), _findings(v)]
     found += [_about(d), Section("lessons", "Lessons of the run", d.lessons), _decisions(d)]
@@ -80,6 +83,28 @@ def _speedups(d: Dossier) -> Section:
     if v.timing.aa_half_width is not None:
         lines.append(f"the same kernel against itself: +-{v.timing.aa_half_width:.2%}")
     return Section("speedups", "Speed-up", tuple(lines), head, rows)
+
+
+def _waterfall(d: Dossier) -> Section:
+    """Parts that add up to the step, the parent's beside them; the largest losses and what changed, in words."""
+    fall = waterfall.of(d.me.verdict.profile) if d.me.verdict else None
+    if fall is None:
+        return Section("waterfall", "Waterfall of a step")
+    base = d.parent
+    old = waterfall.of(base.verdict.profile) if base and base.verdict else None
+    before = {words.split(":")[0]: us for words, us, _ in waterfall.parts(old)} if old else {}
+    rows = []
+    for words, us, share in waterfall.parts(fall):
+        was = before.get(words.split(":")[0])
+        change = ("", "") if was is None else (f"{was:.2f}", f"{us - was:+.2f}")
+        rows.append((words, f"{us:.2f}", f"{share:.1%}", *change))
+    lines = [waterfall.head(fall)]
+    lines += [f"loss {i}: {x['us']:.2f} us, {x['text']}" for i, x in enumerate(fall["losses"], 1)]
+    if base is not None:
+        sides = (Side(base.source, base.verdict), Side(d.me.source, d.me.verdict))
+        lines += [f"against the parent: {x}" for x in difference.lines(*sides)[:SHOWN_CHANGES]]
+    head = ("part", "us", "of the step", "us of the parent", "change")
+    return Section("waterfall", "Waterfall of a step", tuple(lines), head, tuple(rows))
 
 
 def _kernels(d: Dossier) -> Section:

@@ -76,7 +76,7 @@ def test_axes_have_units_and_every_plot_is_there(view: Any) -> None:
     ):  # fmt: skip
         assert words in page, words
     labels = [a["aria-label"] for t, a in read(page).elements if t == "svg"]
-    assert len(labels) == 6 + 2 * 2
+    assert len(labels) == 6 + 2 * 4
     assert "currentColor" in page and "#000000" not in page
 
 

@@ -11,6 +11,7 @@ from agent.store.store import CandidateRow, JudgedRow, RunRow
 from agent.workspace import Workspace
 from sandbox import artifact_store
 from sandbox.artifact import Artifact, Buffer, Launch, LaunchPlan, Relocation
+from sandbox.judge.waterfall import Span, Step, of_spans
 from sandbox.verdict import (
     Correctness,
     Failure,
@@ -83,8 +84,28 @@ def verdict(a: Artifact, us: float, gain: float | None, error: float = 0.1) -> V
         resources=(KernelResources("kernel_k", 40 if gain is None else 168, 0, 0 if gain is None else 16, 0, 128),),
         findings=(Failure("narrow-loads", f"loads of 4 bytes {EVIL}"),),
         checked=("outputs.y", "guard zones"), not_verified=("other devices",),
-        profile={"method": "prefixes", "step_us": us, "kernels": kernels, "launches": launches},
+        profile={
+            "method": "prefixes", "step_us": us, "kernels": kernels, "launches": launches,
+            "waterfall": of_spans(spans(us), Step(us, 0.4 * us)),
+            "timeline": {
+                "kind": "measured", "step_us": us, "overhead": 1.01, "blocks": 2, "tracks_seen": 2, "marks_lost": 0,
+                "phases": [[f"gemv {EVIL}", "work"], ["meet", "edge"], ["end", "end"]],
+                "tracks": [
+                    {"track": n, "role": 0, "block": n, "sm": n + 7,
+                     "marks": [[0.0, 0, 0], [us / (2 + n), 1, 0], [0.9 * us, 2, 0]]} for n in range(2)
+                ],
+            },
+        },
     )  # fmt: skip
+
+
+def spans(us: float) -> list[Span]:
+    """Two blocks that meet once."""
+    found = []
+    for n in range(2):
+        found += [Span(n, f"gemv {EVIL}", "work", 0, 0.0, us / (2 + n))]
+        found += [Span(n, "meet", "edge", 0, us / (2 + n), 0.9 * us)]
+    return found
 
 
 def stage(kit: Any) -> str:
