@@ -48,7 +48,8 @@ class Reference(Protocol):
 
     Optional attributes: `axes` maps a buffer's name or its last part to the names of its dimensions, for messages;
     `held_out` (names, or a function of the workload that gives them) are further distributions that `disturb` knows
-    and nobody else is told of (tier promote).
+    and nobody else is told of (tier promote); `smaller(w, tensors)` yields (what is left, tensors) of smaller problems,
+    smallest first, to say where a failure begins.
     """
 
     schedules: tuple[str, ...]

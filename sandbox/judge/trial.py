@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from sandbox.judge import poison, probes
+from sandbox.judge import poison, probes, smallest
 from sandbox.judge.atomics import float_atomics
 from sandbox.judge.checks import Band, Checker, Moment
 from sandbox.judge.ending import Ended
@@ -63,7 +63,7 @@ class Trial:
         """Compare with the oracle. Raises Ended."""
         failure = self.checker.check(m, band)
         if failure is not None:
-            raise Ended(Status.WRONG, failure, self.result())
+            raise Ended(Status.WRONG, smallest.shrunk(self, m, failure), self.result())
 
     def inputs(self, seed: int, k: int) -> Tensors:
         case = self.rig.case

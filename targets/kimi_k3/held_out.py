@@ -19,7 +19,7 @@ HOT_ROW = 30.0
 SWAYED = 10.0
 
 
-def _set_lengths(d: Draft, wanted: Callable[[int, int, int], int]) -> None:
+def set_lengths(d: Draft, wanted: Callable[[int, int, int], int]) -> None:
     """lengths[b] = wanted(b, page, most), held between the tokens of a step and the context."""
     page, most = int(d.w.dims["page"]), int(d.w.dims["context"])
     lengths = d.edit("inputs.lengths")
@@ -30,7 +30,7 @@ def _set_lengths(d: Draft, wanted: Callable[[int, int, int], int]) -> None:
 
 
 def _length_one(d: Draft) -> None:
-    _set_lengths(d, lambda b, page, most: 1)
+    set_lengths(d, lambda b, page, most: 1)
 
 
 def _page_edges(d: Draft) -> None:
@@ -40,18 +40,19 @@ def _page_edges(d: Draft) -> None:
         pages = max(1, most // page)
         return page * (1 + (d.seed + 7 * b) % pages) + (b + d.seed) % 3 - 1
 
-    _set_lengths(d, at)
+    set_lengths(d, at)
 
 
 def _ragged(d: Draft) -> None:
     """Any length, and every third request is padding."""
     drawn = d.random((d.t["inputs.lengths"].shape[0],), "ragged").abs()
-    _set_lengths(d, lambda b, page, most: 1 + int(float(drawn[b]) * most) % most)
+    set_lengths(d, lambda b, page, most: 1 + int(float(drawn[b]) * most) % most)
     for b in range(1 + d.seed % 2, drawn.shape[0], 3):
-        _padding(d, b)
+        padding(d, b)
 
 
-def _padding(d: Draft, b: int) -> None:
+def padding(d: Draft, b: int) -> None:
+    """Request b has null slots, no length, nothing to insert, and zeros from the other ranks."""
     tokens = slice(b * d.q, (b + 1) * d.q)
     for name in d.names("slots", "lengths"):
         d.edit(name)[b] = 0

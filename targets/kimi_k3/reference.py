@@ -5,13 +5,13 @@ Values are made in `generate`, unusual ones in `disturb`. It does not judge: ban
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from targets.base import Workload
-from targets.kimi_k3 import checkpoint, disturb, generate, held_out
+from targets.kimi_k3 import checkpoint, disturb, generate, held_out, smaller
 from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, Schedule
 from targets.kimi_k3.maths.step import Step, walk
 from targets.kimi_k3.options import Run, resolve, split
@@ -51,6 +51,9 @@ class KimiReference:
 
     def held_out(self, w: Workload) -> tuple[str, ...]:
         return held_out.names(w)
+
+    def smaller(self, w: Workload, tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
+        return smaller.cases(w, tensors)
 
     def disturb(self, w: Workload, name: str, seed: int, tensors: Tensors) -> Tensors:
         """A public distribution or a held-out case."""
