@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from agent import search
+from agent import difference, search
+from agent.difference import Side
 from agent.lessons import earlier
 from agent.models.base import ModelError, StopRun
 from agent.review.remarks import remarks
 from agent.state import Deps, RunState
-from agent.types import Direction, Situation
+from agent.types import Direction, Situation, Tried
 from agent.workspace import read_json, write_json
+
+MOST_COMPARED, MOST_CHANGES, LONGEST_CHANGE = 4, 16, 300
 
 
 def plan(state: RunState, deps: Deps) -> dict[str, Any]:
@@ -65,8 +68,23 @@ def situation(deps: Deps, round: int, incumbent: int) -> Situation:
     return Situation(
         task=deps.task, round=round, k=search.width(deps.settings.limits, deps.settings.k, count),
         incumbent=best, incumbent_source=deps.workspace.text(best.source), history=history,
-        lessons=tuple(lessons), seed=deps.settings.seed,
+        lessons=tuple(lessons), seed=deps.settings.seed, changes=_changes(deps, history),
     )  # fmt: skip
+
+
+def _changes(deps: Deps, history: tuple[Tried, ...]) -> tuple[str, ...]:
+    """Every number of the latest round's candidates that differs from the parent's, with the places of the source."""
+    last = max((t.round for t in history), default=0)
+    by_seq = {t.seq: t for t in history}
+    out = []
+    for t in [t for t in history if t.round == last and t.round > 0][:MOST_COMPARED]:
+        parent = by_seq.get(t.parent) if t.parent is not None else None
+        if parent is None:
+            continue
+        sides = [Side(deps.workspace.text(x.source), x.verdict) for x in (parent, t)]
+        told = [x[:LONGEST_CHANGE] for x in difference.lines(sides[0], sides[1])[:MOST_CHANGES]]
+        out += [f"candidate {t.seq} against {parent.seq}: {x}" for x in told]
+    return tuple(out)
 
 
 def direction_of(deps: Deps, round: int, seq: int) -> Direction:

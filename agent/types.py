@@ -62,7 +62,7 @@ class Tried:
 @dataclass(frozen=True)
 class Situation:
     """Where the run stands when a round begins. `history` is in order of `seq`; sources are looked
-    up by `source_of`.
+    up by `source_of`. `changes`: what the latest candidates changed against their parents, in words.
     """
 
     task: Task
@@ -73,6 +73,7 @@ class Situation:
     history: tuple[Tried, ...]
     lessons: tuple[str, ...] = ()
     seed: int = 0
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
