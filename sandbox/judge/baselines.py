@@ -31,7 +31,8 @@ REPLAY_S = 0.03
 
 @dataclass
 class BaselineArm:
-    """One instance for each set of weights; `failure` if its results are not the oracle's."""
+    """One instance for each set of weights; `failure` if its results are not the oracle's. `made` keeps the instances:
+    a recorded graph holds the addresses of their tensors, and the next capture gives free memory back to the driver."""
 
     name: str
     steps: int
@@ -40,6 +41,7 @@ class BaselineArm:
     launches: int = 0
     singles: tuple[Callable[[], None], ...] = ()
     notes: tuple[str, ...] = ()
+    made: tuple[Any, ...] = ()
 
     def replay(self) -> None:
         self.run()
@@ -68,7 +70,7 @@ def baseline_arm(name: str, where: str, lanes: Lanes, checker: Checker) -> Basel
     wanted = made if case.job.steps else []
     singles = tuple(_captured(case, one.step)[0] for one in wanted)
     notes = tuple(getattr(made[0], "notes", ()))
-    return BaselineArm(name, steps, whole, failure, launches // steps, singles, notes)
+    return BaselineArm(name, steps, whole, failure, launches // steps, singles, notes, tuple(made))
 
 
 def _keep_compiled() -> None:

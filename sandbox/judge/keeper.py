@@ -117,7 +117,7 @@ class Keeper:
             )
             return _infra(job, trouble[0], message)
         if first.status is Status.INFRA:
-            return first
+            return self._without_baseline(job, place, first)
         second, ended = self._once(job, place)
         if second.status in BROKEN:
             trouble = self._recover(place, ended)
@@ -136,6 +136,22 @@ class Keeper:
             timing=None,
             failure=failure,
             correctness=None,
+        )
+
+    def _without_baseline(self, job: JudgeJob, place: Place, first: Verdict) -> Verdict:
+        """Where a baseline broke the GPU, the job once more without it; what happened stays among the findings."""
+        failure = first.failure
+        if failure is None or failure.rule != "baseline-fault":
+            return first
+        fewer = replace(job, baselines=(*job.baselines, f"-{failure.where.get('baseline')}"))
+        second, ended = self._once(fewer, place)
+        if second.status in BROKEN or second.status is Status.INFRA:
+            self._recover(place, ended)
+        unsure = f"speed-up over a baseline: {failure.message[:200]}"
+        return replace(
+            second,
+            findings=(*second.findings, failure),
+            not_verified=(*second.not_verified, unsure),
         )
 
     def _once(self, job: JudgeJob, place: Place) -> tuple[Verdict, Ended]:

@@ -97,11 +97,13 @@ def make_arms(s: Session, rival: tuple[Artifact, Program] | None) -> None:
 
 
 def named_baselines(case: Case) -> tuple[str, ...]:
-    """The job's, with `usual` spelled out: the target's strong ones take time that a screen does not have."""
+    """The job's, with `usual` spelled out: the target's strong ones take time that a screen does not have. `-NAME`
+    leaves one out."""
     strong: tuple[str, ...] = getattr(case.target, "strong_baselines", ())
     usual = ("graph",) if case.job.tier is Tier.SCREEN else ("graph", *strong)
     found = [n for x in case.job.baselines for n in (usual if x == "usual" else (x,))]
-    return tuple(dict.fromkeys(found))
+    left_out = {x[1:] for x in case.job.baselines if x.startswith("-")}
+    return tuple(n for n in dict.fromkeys(found) if not n.startswith("-") and n not in left_out)
 
 
 def _add_baseline(s: Session, name: str) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from sandbox.artifact import Artifact
-from sandbox.devices.base import Bound, Program, Timer
+from sandbox.devices.base import Bound, Faulted, Program, Timer
 from sandbox.judge import lanes as lane_memory
 from sandbox.judge import modelled, ranking, series, stats
-from sandbox.judge.arms import PlanArm
+from sandbox.judge.arms import Arm, PlanArm
 from sandbox.judge.chains import ChainCheck
 from sandbox.judge.checks import Checker
 from sandbox.judge.clock import clock_of
@@ -151,9 +151,22 @@ def _warm_up(s: Session) -> None:
     for _ in range(WARM_ROUNDS):
         for arm in s.arms:
             s.lanes.restore()
-            spent += s.clock.time(arm.replay)
+            spent += _lap(s, arm)
         if spent > WARM_US:
             return
+
+
+def _lap(s: Session, arm: Arm) -> float:
+    """Raises Ended (`infra`) where a baseline breaks the GPU: that is not the candidate's doing."""
+    try:
+        return s.clock.time(arm.replay)
+    except Faulted as end:
+        if isinstance(arm, PlanArm | Twin):
+            raise
+        message = f"baseline {arm.name} broke the GPU: {end.failure.message}"
+        raise Ended(
+            Status.INFRA, Failure("baseline-fault", message, {"baseline": arm.name})
+        ) from end
 
 
 def block(
@@ -167,7 +180,7 @@ def block(
     order = [*s.arms[turn:], *s.arms[:turn]]
     for arm in [*order, *reversed(order)]:
         s.lanes.restore()
-        us = s.clock.time(arm.replay)
+        us = _lap(s, arm)
         s.timed_us += us
         mine[arm.name].append(us / arm.steps)
         plan = arm.of if isinstance(arm, Twin) else arm

@@ -10,13 +10,13 @@ import pytest
 
 from sandbox import judge_wire
 from sandbox.box import landlock
-from sandbox.devices.base import Faulted
+from sandbox.devices.base import Device, Faulted
 from sandbox.jobs import JudgeJob
 from sandbox.judge import lease, rounds
 from sandbox.judge.child import Watch
 from sandbox.judge.keeper import Keeper, Settings
 from sandbox.judge.rounds import Place, Runner
-from sandbox.verdict import Status, Trust
+from sandbox.verdict import Failure, Status, Trust, Verdict
 from tests.sandbox.judge import server_runners as runners
 
 TIER = "landlock" if landlock.abi() else "seccomp"
@@ -317,3 +317,19 @@ def test_jobs_and_verdicts_survive_the_wire(state: Path) -> None:
             judge_wire.job_from_json({**judge_wire.job_to_json(sent), key: value})
     with pytest.raises(judge_wire.Malformed):
         judge_wire.verdict_from_json({"schema": 1, "status": "passed"})
+
+
+def test_a_baseline_that_broke_the_gpu_is_left_out_of_a_second_run(state: Path) -> None:
+    def runner(job: JudgeJob, device: Device, progress: runners.Progress) -> Verdict:
+        if "-mix" not in job.baselines:
+            failure = Failure("baseline-fault", "baseline mix broke the GPU", {"baseline": "mix"})
+            return judge_wire.without_judging(job, Status.INFRA, failure)
+        return runners.passed(job)
+
+    asked = Asked()
+    k = keeper(state, runner, asked)
+    verdict = k.judge(job(state))
+    assert verdict.status is Status.PASSED
+    assert [f.rule for f in verdict.findings] == ["baseline-fault"]
+    assert any("mix broke the GPU" in line for line in verdict.not_verified)
+    assert asked.pids, "the GPU was looked after in between"

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from sandbox.devices.base import Faulted
 from sandbox.devices.fake import FakeDevice
 from sandbox.jobs import JudgeJob
 from sandbox.judge import judge
 from sandbox.judge.session import named_baselines
 from sandbox.judge.tiers import FULL, SCREEN
-from sandbox.verdict import Outcome, Status, Tier, Verdict, WorkloadTiming
+from sandbox.verdict import Failure, Outcome, Status, Tier, Verdict, WorkloadTiming
 from tests.sandbox.judge import toy
 
 torch.set_num_threads(1)
@@ -358,3 +359,19 @@ def test_isolated_warm_and_cold_are_reported_and_checked(tmp_path: Path) -> None
     assert (
         v.status is Status.FLAKY and v.failure is not None and "isolated steps" in v.failure.message
     )
+
+
+def test_a_baseline_that_breaks_the_gpu_is_not_the_candidates_fault(tmp_path: Path) -> None:
+    class Breaking(FakeDevice):
+        def time(self, work: Callable[[], None]) -> float:
+            if getattr(work, "__self__", None).__class__.__name__ == "BaselineArm":
+                raise Faulted(Status.FAULT, Failure("cuda-fault", "CUDA_ERROR_ILLEGAL_ADDRESS"))
+            return super().time(work)
+
+    made = toy.saved(tmp_path, toy.artifact(("k",)))
+    job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=("graph",))
+    v = run(job, Breaking({"k": toy.right}, "cuda", {"k": 10.0}))
+    assert v.status is Status.INFRA and v.failure is not None
+    assert (v.failure.rule, v.failure.where) == ("baseline-fault", {"baseline": "graph"})
+    without = replace(job, baselines=("graph", "-graph"))
+    assert run(without, Breaking({"k": toy.right}, "cuda", {"k": 10.0})).status is Status.PASSED
