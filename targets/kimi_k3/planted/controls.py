@@ -19,9 +19,6 @@ _LANES = (
     "    offset = 1\n    while cutlass.const_expr(offset < lanes):\n"
     "        x = x + cute.arch.shuffle_sync_bfly(x, offset=offset)\n        offset = offset * 2\n",
 )
-_SITU = (
-    "    return 4.0 * cute.math.tanh(g * 0.25) * sigmoid(g) * (25.0 * cute.math.tanh(u * 0.04))\n"
-)
 _SHARE = "                acc += sC[r, c, w]\n"
 
 
@@ -173,9 +170,6 @@ def _moe() -> list[Planted]:
              ("                square += low(x) * low(x) + high(x) * high(x)\n            square = lanes",
               "                square += round_bf16(low(x) * low(x)) + round_bf16(high(x) * high(x))\n"
               "            square = lanes")),
-        good("latent-moe", "tanh-by-sigmoid", "tanh(x) = 2 sg(2 x) - 1",
-             (_SITU, "    a, b = 2.0 * sigmoid(0.5 * g) - 1.0, 2.0 * sigmoid(0.08 * u) - 1.0\n"
-              "    return 4.0 * a * sigmoid(g) * (25.0 * b)\n")),
         good("latent-moe", "sharded", "one of two ranks", options=_SHARDED),
     ]  # fmt: skip
 
@@ -189,7 +183,6 @@ def _whole() -> list[Planted]:
         good("persistent", "as-it-is", "one launch, four CTAs"),
         good("persistent", "eight-ctas", "other shares, shorter ring",
              tunables={"ctas": 8, "ring_stages": 5, "stage_bytes": 14336}),
-        good("persistent", "seven-warps", "another lane mapping", tunables={"consumer_warps": 7}),
         good("persistent", "lanes-in-reverse", "sums over lanes start with the nearest", _LANES),
         good("persistent", "sharded", "one of two ranks", options=Options("tiny-tp2", 4, 1)),
     ]  # fmt: skip
