@@ -16,7 +16,7 @@ from sandbox.judge.lanes import Lanes
 from sandbox.judge.report import Draft
 from sandbox.judge.rig import Rig
 from sandbox.judge.tiers import Effort
-from sandbox.verdict import Failure, Tier
+from sandbox.verdict import Failure
 
 CANDIDATE, TWIN, INCUMBENT = "candidate", "twin", "incumbent"
 
@@ -97,11 +97,9 @@ def make_arms(s: Session, rival: tuple[Artifact, Program] | None) -> None:
 
 
 def named_baselines(case: Case) -> tuple[str, ...]:
-    """The job's, with `usual` spelled out: the target's strong ones take time that a screen does not have. `-NAME`
-    leaves one out."""
-    strong: tuple[str, ...] = getattr(case.target, "strong_baselines", ())
-    usual = ("graph",) if case.job.tier is Tier.SCREEN else ("graph", *strong)
-    found = [n for x in case.job.baselines for n in (usual if x == "usual" else (x,))]
+    """The job's, with `usual` (what may stand beside every candidate) and `all` spelled out. `-NAME` leaves one out."""
+    known = {"usual": ("graph",), "all": tuple(getattr(case.target, "baselines", {}))}
+    found = [n for x in case.job.baselines for n in known.get(x, (x,))]
     left_out = {x[1:] for x in case.job.baselines if x.startswith("-")}
     return tuple(n for n in dict.fromkeys(found) if not n.startswith("-") and n not in left_out)
 

@@ -1,7 +1,7 @@
 """Baseline `compile`: the torch operations of `graph`, each piece of a layer through `torch.compile`, then one graph.
 
-Equal layers share a compiled piece. The mode autotunes matrix products but leaves CUDA graphs to the judge, who
-captures every baseline alike. It needs a GPU; KERNELGEN_COMPILE_MODE chooses another mode.
+Equal layers share a compiled piece. CUDA graphs are left to the judge, who captures every baseline alike. It needs a
+GPU. KERNELGEN_COMPILE_MODE chooses another mode than the default, the only one that has been measured.
 """
 
 from __future__ import annotations

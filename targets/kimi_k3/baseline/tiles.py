@@ -1,4 +1,7 @@
-"""Tiles of the Triton kernels by place in the layer. Plain data and arithmetic; `MEASURED` comes from an H200."""
+"""Tiles of the Triton kernels by place in the layer. Plain data and arithmetic.
+
+The rules are reasoned, not measured: nothing has been tuned on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class Tile:
 
 
 MEASURED: dict[tuple[str, int], Tile] = {}
-"""(place, padded rows) -> tile, where another than the rule's was faster in the whole step."""
+"""(place, padded rows) -> tile that was faster in the whole step than the rule's; empty so far."""
 
 FIXED = {
     "attn_res": Tile(1, 1, 16),

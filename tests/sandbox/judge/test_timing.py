@@ -268,13 +268,16 @@ def _with_target(open_case: Callable[..., Any], target: toy.Toy) -> Callable[...
     return lambda *a: replace(open_case(*a), target=target)
 
 
-def test_usual_baselines_are_more_above_a_screen(tmp_path: Path) -> None:
+def test_baselines_have_names_for_some_and_all(tmp_path: Path) -> None:
     made = toy.saved(tmp_path, toy.artifact(("k",)))
-    for tier, wanted in ((Tier.SCREEN, ("graph",)), (Tier.FULL, ("graph", "mix"))):
-        case = judge.open_case(
-            JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", tier), FakeDevice({})
-        )
-        assert named_baselines(replace(case, target=_Strong())) == wanted
+    for asked, wanted in (
+        (("usual",), ("graph",)),
+        (("usual", "wrong"), ("graph", "wrong")),
+        (("all",), ("graph", "broken", "wrong")),
+        (("all", "-broken"), ("graph", "wrong")),
+    ):
+        job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=asked)
+        assert named_baselines(judge.open_case(job, FakeDevice({}))) == wanted
 
 
 def test_steps_are_timed_one_by_one_for_reports(tmp_path: Path) -> None:
