@@ -19,6 +19,8 @@ from agent.store import Queries, Store
               help="A patch series, or a package that runs from plain torch.")  # fmt: skip
 @click.option("--checkout", type=click.Path(exists=True, file_okay=False, path_type=Path), default=None,
               help="vllm: a clean git checkout of 0.33 or later. A branch is made there.")  # fmt: skip
+@click.option("--place", type=click.Choice(["op", "specialized-decode"]), default="op", show_default=True,
+              help="vllm: a stand-alone op, or inside the specialised decode of Kimi K3 (SM100 family).")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Folder of the bundle or the patches.  [default: exports/NAME beside the record]")  # fmt: skip
 @click.option("--arch", "archs", multiple=True, type=click.Choice(["sm_90a", "sm_100a", "sm_103a"]),
@@ -35,6 +37,7 @@ def export(name: str, **asked: Any) -> int:
       kernelgen export last --to bundle
       kernelgen export last-3 --to bundle -o my_kernel --arch sm_100a
       kernelgen export last --to vllm --checkout ~/vllm
+      kernelgen export last --to vllm --checkout ~/vllm --place specialized-decode
 
     Nothing is pushed or sent. Kernels that cross layers go as bundles; `--to vllm` says why.
     """
@@ -109,8 +112,10 @@ def _vllm(queries: Queries, found: Any, asked: dict[str, Any]) -> dict[str, Any]
     from agent.export import vllm
 
     rebuilt = _rebuilt(found, asked)
-    folder = _output(asked, f"{found.slug}-vllm")
-    made = vllm.write(queries, found, vllm.Wanted(asked["checkout"].resolve(), folder, rebuilt))
+    suffix = "" if asked["place"] == "op" else f"-{asked['place']}"
+    folder = _output(asked, f"{found.slug}-vllm{suffix}")
+    wanted = vllm.Wanted(asked["checkout"].resolve(), folder, rebuilt, asked["place"])
+    made = vllm.write(queries, found, wanted)
     return {
         "path": str(made.folder), "branch": made.branch, "patches": list(made.patches),
         "said": list(made.said), "rebuild": rebuilt.to_json(),

@@ -30,11 +30,12 @@ STATE = "export.json"
 
 @dataclass(frozen=True)
 class Wanted:
-    """The checkout, where the patches go, and whether the source was compiled again."""
+    """The checkout, where the patches go, whether the source was compiled again, and the kind of place."""
 
     checkout: Path
     folder: Path
     rebuilt: rebuild.Rebuilt
+    kind: str = places.OP
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,12 @@ class Checks:
 
 def write(queries: Queries, s: Subject, wanted: Wanted) -> Exported:
     """Raises ExportRefused, NoIsolation, OSError."""
-    place = places.find(s.artifact.target)
-    if isinstance(place, str):
-        raise ExportRefused(f"{place}. Use `--to bundle`: it runs from plain torch" + _rfc(s))
+    place = _place(s, wanted.kind)
     vllm_files.check_entry(place, s.source)
     checkout = open_checkout(wanted.checkout)
     checks = Checks([f"reproduction: {wanted.rebuilt.sentence}"])
     plan = _plan(s, place)
-    branch = f"kernelgen/{s.slug}"
+    branch = f"kernelgen/{s.slug}" + ("-specialized-decode" if plan.inside else "")
     origin = provenance(queries, s, wanted.rebuilt)
     with worktree(checkout) as tree:
         tip = _commits(tree, plan, checkout, checks)
@@ -77,11 +76,29 @@ def write(queries: Queries, s: Subject, wanted: Wanted) -> Exported:
     }  # fmt: skip
     for name, data in files.items():
         (wanted.folder / name).write_bytes(data)
+    where = (p for p in (place.note, vllm_text.other_place(plan)) if p)
     said = (
-        *checks.done, f"branch {branch} {how} in {checkout.root}; nothing was checked out or pushed",
+        *checks.done, *(x.replace("**", "") for x in where),
+        f"branch {branch} {how} in {checkout.root}; nothing was checked out or pushed",
         f"next: read every line, then git -C {checkout.root} switch {branch}, and PR.md",
     )  # fmt: skip
     return Exported(wanted.folder, branch, tip, series, said)
+
+
+def _place(s: Subject, kind: str) -> Place:
+    """Raises ExportRefused."""
+    place = places.find(s.artifact.target, kind)
+    if isinstance(place, str):
+        other = places.find(s.artifact.target)
+        if kind == places.DECODE and not isinstance(other, str):
+            raise ExportRefused(f"{place}. Use `--place {places.OP}`: it has a place as an op")
+        raise ExportRefused(f"{place}. Use `--to bundle`: it runs from plain torch" + _rfc(s))
+    if place.kind == places.DECODE:
+        w = find(s.artifact.target).workload(options_of(s.artifact))
+        why = places.decode_gate(s.artifact.arch, w.rows, int(str(w.dims["hidden"])))
+        if why:
+            raise ExportRefused(f"{why}. Use `--place {places.OP}`: it has a place as an op")
+    return place
 
 
 def _rfc(s: Subject) -> str:

@@ -38,11 +38,16 @@ class Plan:
 
     @property
     def folder(self) -> str:
-        return f"{places.FOLDER}/{self.name}"
+        return f"{self.place.folder}/{self.name}"
 
     @property
     def kernel(self) -> str:
-        return f"{self.folder}/_kernel.py"
+        return f"{self.folder}/{'kernel' if self.inside else '_kernel'}.py"
+
+    @property
+    def inside(self) -> bool:
+        """A kernel inside `specialized_decode`, not an op."""
+        return self.place.kind == places.DECODE
 
     @property
     def test(self) -> str:
@@ -106,6 +111,14 @@ def new_files(p: Plan) -> dict[str, str]:
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     values = _values(p)
+    if p.inside:
+        return {
+            f"{p.folder}/__init__.py": style.HEADER,
+            p.kernel: style.device_file(p.s.source),
+            f"{p.folder}/prepared.py": env.get_template("decode_prepared.py.j2").render(values),
+            p.test: env.get_template("decode_test.py.j2").render(values),
+            p.benchmark: env.get_template("decode_benchmark.py.j2").render(values),
+        }
     op = env.get_template("op.py.j2").render(values)
     if p.place.part == "gemv":
         used = "from vllm.platforms import current_platform\n"
@@ -138,7 +151,8 @@ def _values(p: Plan) -> dict[str, Any]:
         "cleared": [a for a in args if a.role == "scratch" and a.cleared],
         "imports": "Mix, MixState, attn_res" if p.place.entry == "attn_res" else "step",
         "returns": ", ".join(f"`{a.name}` {list(a.shape_list)}" for a in outputs),
-        "mutated": mutated, "output_names": repr(tuple(a.name for a in outputs)), "scale": _scale,
+        "mutated": mutated, "eps": p.dims.get("eps"),
+        "output_names": repr(tuple(a.name for a in outputs)), "scale": _scale,
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from agent.export.checkout import Checkout
 from agent.export.places import CHIPS
 from agent.export.provenance import not_verified, table
 from agent.export.vllm_files import Plan
+from sandbox.verdict import Verdict
 
 BLANK = "**____ (to be filled in by the submitter)**"
 TAGS = {
@@ -44,11 +45,23 @@ def pull_request(p: Plan, c: Checkout, checked: list[str], checklist: str) -> st
     chip, w = CHIPS[p.s.artifact.arch], p.s.artifact.workload
     title = f"[Perf][Kimi-K3][Kernel] {p.place.title} in CuTe DSL for {w['rows']}-token decode on {chip}"
     top = "" if p.s.decision else f"> **{p.s.reviewed}. Do not submit it as it is.**\n\n"
+    top += _unmeasured(p.s.verdict, chip)
     sections = [
         f"{top}Title: `{title}`", f"## Overview\n\n{_overview(p, chip)}", f"## Claims\n\n{_claims(p)}",
         f"## Validation\n\n{_validation(p, c, checked)}", f"## Details\n\n{_details(p, chip)}",
     ]  # fmt: skip
     return "\n\n".join(sections) + "\n" + (checklist or "\n(checklist: keep the template's)\n")
+
+
+def _unmeasured(v: Verdict, chip: str) -> str:
+    """A warning above everything where no GPU of that chip gave the numbers."""
+    name = str(v.device.get("name") or v.device.get("kind") or "an unknown device")
+    if v.timing is not None and v.timing.kind == "modelled":
+        return (
+            f"> **Nothing was measured on a GPU: judged on {name}, times are modelled. Do not submit it before the "
+            f"tests and the benchmark ran on {chip}.**\n\n"
+        )
+    return ""
 
 
 def _overview(p: Plan, chip: str) -> str:
@@ -62,13 +75,17 @@ def _claims(p: Plan) -> str:
     t = p.s.timing
     r = t.speedup_graph if t else None
     said = (
-        f"- Over {t.layers} chained instances, {r.value:.2f} x [{r.low:.2f}, {r.high:.2f}] against a graph-captured "
-        "torch path of the same mathematics. **That baseline is not vLLM's kernel**; the benchmark below compares "
+        f"- Over {t.layers} chained instances ({_kind(p)}), {r.value:.2f} x [{r.low:.2f}, {r.high:.2f}] against "
+        "a graph-captured torch path of the same mathematics. **That baseline is not vLLM's kernel**; the benchmark below compares "
         "with it."
         if t and r
         else "- No speed-up against a torch path was recorded."
     )
     return f"{said}\n- Against vLLM's stock path, and end to end: {BLANK}"
+
+
+def _kind(p: Plan) -> str:
+    return p.s.verdict.timing.kind if p.s.verdict.timing else "not timed"
 
 
 def _validation(p: Plan, c: Checkout, checked: list[str]) -> str:
@@ -121,37 +138,92 @@ def _unverified(p: Plan) -> list[str]:
         )
     if p.place.entry == "attn_res":
         out.append("- the epsilon and bank size of models other than Kimi K3")
+    if p.inside:
+        out.append(
+            "- the boundary before the first layer, which has no delta, and the closing one: the judge ran chains of "
+            "boundaries with a delta. The exported test covers them"
+        )
     return out
 
 
 def _details(p: Plan, chip: str) -> str:
-    w = p.s.artifact.workload
-    where = p.place.alone or (
-        "Call sites: "
-        + ", ".join(f"`{f}`" for f in dict.fromkeys(e.file for e in p.place.edits))
-        + "."
-    )
-    ci = (
-        f"`{p.test}` gets an H100 job in `.buildkite/test_areas/kernels.yaml`."
-        if chip == "SM90"
-        else "The `(B200) Kimi K3` job collects the test"
-        + ("." if chip == "SM100" else "; it skips there, CI has no SM103.")
-    )
     return "\n".join([
-        f"**Gate**: CUDA, capability {places.CAPABILITIES[p.s.artifact.arch]}, CuTe DSL importable, not "
-        f"`VLLM_BATCH_INVARIANT`, exactly {w['rows']} row(s), the shapes and dtypes in `can_run`, contiguous and "
-        "aligned. Any miss takes the stock path. On by default where the gate holds.", "",
-        f"**Where**: {where}", "",
-        "**Warm-up**: `VllmCuTeDSLJitKernel`, one compile key per row count, registered during model construction"
-        + ("" if p.place.edits else " by the caller that will use it (`KERNEL.register_warmup()`)") + ".", "",
-        f"**CI**: {ci}", "",
+        f"**Gate**: {_gate(p)}", "", f"**Where**: {_where(p)}", "", f"**Warm-up**: {_warm_up(p)}", "",
+        f"**CI**: {_ci(p, chip)}", "",
         f"**Duplicate-work check**: search words used {BLANK}; near PRs and why this one differs {BLANK}. "
         "`gh pr list --repo vllm-project/vllm --state open --search \"kimi k3 " + p.place.part + "\"`", "",
         f"**AI assistance**: kernelgen, a loop around language models, proposed the kernel; wrapper, tests and "
         f"benchmark come from its templates. {p.s.reviewed[0].upper() + p.s.reviewed[1:]}. The submitter reviewed "
         f"every changed line and ran the tests above: {BLANK}", "",
-        "**Limits**: one compile at start-up per row count; static shapes; output is allocated per call from the graph "
-        "pool; nothing waits on the host.", "",
+        f"**Limits**: {_limits(p)}", "",
         f"Provenance: run `{p.s.run['id']}`, candidate {p.s.row['seq']}, artifact `{p.s.artifact.sha256}`, verdict "
         f"`{p.s.verdict_sha256}`.",
     ])  # fmt: skip
+
+
+def _gate(p: Plan) -> str:
+    capability, rows = places.CAPABILITIES[p.s.artifact.arch], p.s.artifact.workload["rows"]
+    if p.inside:
+        return (
+            "everything that `unsupported()` of specialized decode asks for; and, in `prepare()`, capability "
+            f"{capability}, at least the SMs it was compiled for, not `VLLM_BATCH_INVARIANT`, the epsilon, the saved "
+            f"blocks, aligned contiguous weights; and, in `takes()` per step, exactly {rows} row(s), shapes, "
+            "layout and no aux stream. Any miss takes the cluster kernel. No row is added to `unsupported()`: a kernel "
+            "with a fallback refuses no deployment. Every test is on host state that all ranks share."
+        )
+    return (
+        f"CUDA, capability {capability}, CuTe DSL importable, not `VLLM_BATCH_INVARIANT`, exactly {rows} row(s), "
+        "the shapes and dtypes in `can_run`, contiguous and aligned. Any miss takes the stock path. On by default "
+        "where the gate holds."
+    )
+
+
+def _where(p: Plan) -> str:
+    files = ", ".join(f"`{f}`" for f in dict.fromkeys(e.file for e in p.place.edits))
+    said = p.place.alone or f"Call sites: {files}."
+    return " ".join(x for x in (said, p.place.note, other_place(p)) if x)
+
+
+def other_place(p: Plan) -> str:
+    """What is with the other kind of place, in a sentence."""
+    if p.inside:
+        return ""
+    part = p.place.part
+    if part not in places.INSIDE:
+        return f"Not inside `specialized_decode`: {places.NOT_INSIDE[part]}."
+    w = p.s.artifact.workload
+    why = places.decode_gate(p.s.artifact.arch, int(str(w["rows"])), int(str(p.dims["hidden"])))
+    return (
+        f"Not inside `specialized_decode`: {why}."
+        if why
+        else "It also fits inside `specialized_decode`: export it with `--place specialized-decode`."
+    )
+
+
+def _warm_up(p: Plan) -> str:
+    if p.inside:
+        return (
+            "`compile_boundary`, cached by architecture, runs when `PreparedAttnRes` is built, which is before KV "
+            "binding and graph capture; nothing is compiled later."
+        )
+    by = "" if p.place.edits else " by the caller that will use it (`KERNEL.register_warmup()`)"
+    return f"`VllmCuTeDSLJitKernel`, one compile key per row count, registered during model construction{by}."
+
+
+def _ci(p: Plan, chip: str) -> str:
+    if chip == "SM90":
+        return f"`{p.test}` gets an H100 job in `.buildkite/test_areas/kernels.yaml`."
+    skips = "" if chip == "SM100" else "; it skips there, CI has no SM103"
+    return f"The `(B200) Kimi K3` job collects the test{skips}."
+
+
+def _limits(p: Plan) -> str:
+    if p.inside:
+        return (
+            "one compile at start-up; static shapes; nothing is allocated in `run()` and nothing waits on the host; "
+            "weight addresses are baked in, as everywhere in this executor."
+        )
+    return (
+        "one compile at start-up per row count; static shapes; output is allocated per call from the graph pool; "
+        "nothing waits on the host."
+    )

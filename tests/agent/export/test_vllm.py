@@ -39,8 +39,8 @@ def piece(folder: Path, part: str, layers: int | None = None) -> tuple[Queries, 
     return queries, subject.find(queries, run, force=False), w
 
 
-def plan(s: Subject, w: Workload) -> vllm_files.Plan:
-    place = places.find(s.artifact.target)
+def plan(s: Subject, w: Workload, kind: str = places.OP) -> vllm_files.Plan:
+    place = places.find(s.artifact.target, kind)
     assert isinstance(place, places.Place)
     return vllm_files.Plan(place, s, s.artifact, w.dims)
 
@@ -58,6 +58,15 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         platform = types.ModuleType("vllm.platforms")
         platform.current_platform = types.SimpleNamespace(device_type="cpu")  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
+        platform.current_platform.is_cuda = lambda: False
+        prepared = types.ModuleType("prepared")
+        special = types.SimpleNamespace(EPS=p.dims["eps"], BATCH=p.dims["rows"])
+        prepared.PreparedAttnRes = object  # type: ignore[attr-defined]
+        setattr(prepared, p.name, special)
+        inside = "vllm.models.kimi_k3.nvidia.specialized_decode.cutedsl.attn_res.prepared"
+        monkeypatch.setattr(
+            pytest, "importorskip", lambda name: {inside: prepared}[name], raising=True
+        )
         space: dict[str, Any] = {"__name__": "exported"}
         exec(compile(files[p.test], p.test, "exec"), space)
         return space
@@ -110,6 +119,55 @@ def test_the_exported_attn_res_reference_is_one_step_of_the_chain(
     near(found["y"], oracle[f"outputs.y.{n}"])
     assert torch.equal(found["blocks"][:, n], oracle["outputs.bank"][:, n])
     assert torch.equal(found["prefix"], oracle["outputs.bank"][:, n])
+
+
+def test_the_exported_boundarys_reference_is_the_chains_and_makes_the_states_of_the_executor(
+    exported: Any, tmp_path: Path
+) -> None:
+    _, s, w = piece(tmp_path, "attn-res")
+    tensors = given(w)
+    space = exported(plan(s, w, places.DECODE))
+    oracle = KimiReference().run(w, tensors, "oracle").tensors
+    bank = torch.zeros_like(oracle["outputs.bank"])
+    prefix = tensors["inputs.x0"]
+    for i in range(bank.shape[1]):
+        names = zip(
+            ("norm", "query", "out_norm"), ("res_norm", "res_proj", "out_norm"), strict=True
+        )
+        t = {k: tensors[f"weights.layers.{i}.{n}"] for k, n in names}
+        t |= {"delta": tensors[f"inputs.delta.{i}"], "prefix": prefix, "blocks": bank}
+        found = space["reference"](t, (i, True, i, False))
+        near(found["out"], oracle[f"outputs.y.{i}"])
+        prefix, bank = found["prefix"].bfloat16(), found["blocks"].bfloat16()
+        assert torch.equal(bank[:, i], oracle["outputs.bank"][:, i])
+    first = space["reference"](t, (0, False, 0, False))
+    assert torch.equal(first["prefix"].bfloat16(), t["delta"])
+    assert set(space["make_inputs"](0, 2)) == {*t, "out"}
+
+
+def test_inside_specialized_decode_only_what_can_be_called_there(tmp_path: Path) -> None:
+    root = vllm_tree.small(tmp_path / "vllm")
+    queries, s, _ = piece(tmp_path / "a", "attn-res")
+    wanted = vllm.Wanted(root, tmp_path / "out", Rebuilt(None, ("no",)), places.DECODE)
+    with pytest.raises(ExportRefused, match="SM100 family.*--place op"):
+        vllm.write(queries, s, wanted)
+    newer = replace(s, artifact=replace(s.artifact, arch="sm_100a"))
+    with pytest.raises(ExportRefused, match="7168 columns"):
+        vllm.write(queries, newer, wanted)
+    assert "prepares 1 to 8" in places.decode_gate("sm_100a", 12, 7168)
+    assert places.decode_gate("sm_103a", 16, 7168) == ""
+    for part, why in (
+        ("gemv", "square"),
+        ("router", "SharedFront"),
+        ("kda", "PreparedKda"),
+        ("latent-moe", "PreparedMoE"),
+    ):
+        queries, s, _ = piece(tmp_path / part, part, layers=1)
+        with pytest.raises(ExportRefused, match=f"{why}.*--place op"):
+            vllm.write(queries, s, wanted)
+    queries, s, _ = piece(tmp_path / "whole", "decode")
+    with pytest.raises(ExportRefused, match="--to bundle"):
+        vllm.write(queries, s, wanted)
 
 
 @pytest.mark.parametrize("part", ["gemv", "router", "kda", "latent-moe", "attn-res"])
@@ -281,6 +339,13 @@ def test_pull_request_and_commits_say_what_is_known_and_what_is_not(tmp_path: Pa
         assert wanted in text, wanted
     message = vllm_text.message(p, "kernel")
     assert message.startswith("[Kimi-K3][Kernel] ") and s.verdict_sha256 in message
+    assert "Nothing was measured" not in text and "SM100 family" in text
+    modelled = replace(s.verdict, timing=replace(s.verdict.timing, kind="modelled"))  # type: ignore[type-var]
+    said = vllm_text.pull_request(replace(p, s=replace(s, verdict=modelled)), c, [], "")
+    assert said.startswith("> **Nothing was measured on a GPU") and "instances (modelled)" in said
+    inside = vllm_text.pull_request(plan(s, w, places.DECODE), c, [], "")
+    for wanted in ("cluster kernel", "mailbox ring", "`compile_boundary`", "no delta"):
+        assert wanted in inside, wanted
     forced = replace(s, decision=None)
     assert "NOBODY HAS REVIEWED" in vllm_text.pull_request(replace(p, s=forced), c, [], "")
     assert "Not reviewed by a person" in vllm_text.message(replace(p, s=forced), "tests")

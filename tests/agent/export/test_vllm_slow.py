@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agent.export import subject, vllm
+from agent.export import places, subject, vllm
 from agent.export.rebuild import Rebuilt, compiler
 from agent.export.subject import Subject
 from agent.store import Queries
@@ -31,33 +31,34 @@ needs_tree = pytest.mark.skipif(
     not vllm_tree.REAL, reason="KERNELGEN_VLLM_TREE names no vLLM source tree"
 )
 Exporting = tuple[Queries, Subject]
+Seed = Callable[..., Exporting]
 
 
 @pytest.fixture(scope="session")
-def seed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exporting]:
+def seed(tmp_path_factory: pytest.TempPathFactory) -> Seed:
     """The approved seed of a piece, compiled once for tiny sizes."""
     made: dict[str, Exporting] = {}
     store = tmp_path_factory.mktemp("jail")
 
-    def build(part: str) -> Exporting:
-        if part not in made:
+    def build(part: str, preset: str = "tiny", arch: str = "sm_90a") -> Exporting:
+        if part + arch not in made:
             target = find(f"kimi-k3-{part}")
-            w = target.workload(Options("tiny"))
+            w = target.workload(Options(preset))
             source = target.seed_source()
-            job = CompileJob(source, w.target, w.key, w.dims, w.buffers)
-            with compiler(store, "sm_90a") as c:
+            job = CompileJob(source, w.target, w.key, w.dims, w.buffers, arch=arch)
+            with compiler(store, arch) as c:
                 outcome = c.compile(job)
             assert outcome.artifact is not None, outcome.failure
             artifact: Artifact = artifact_store.load(outcome.artifact)
             _, queries, run = small.record(tmp_path_factory.mktemp(part), artifact, source)
-            made[part] = queries, subject.find(queries, run, force=False)
-        return made[part]
+            made[part + arch] = queries, subject.find(queries, run, force=False)
+        return made[part + arch]
 
     return build
 
 
-def export(e: Exporting, checkout: Path, folder: Path) -> vllm.Exported:
-    return vllm.write(*e, vllm.Wanted(checkout, folder, Rebuilt(None, ("not asked",))))
+def export(e: Exporting, checkout: Path, folder: Path, kind: str = places.OP) -> vllm.Exported:
+    return vllm.write(*e, vllm.Wanted(checkout, folder, Rebuilt(None, ("not asked",)), kind))
 
 
 def tree_of(root: Path, commit: str) -> str:
@@ -66,9 +67,7 @@ def tree_of(root: Path, commit: str) -> str:
 
 @needs_tree
 @pytest.mark.parametrize("part", PIECES)
-def test_the_series_applies_to_the_real_tree(
-    part: str, seed: Callable[[str], Exporting], tmp_path: Path
-) -> None:
+def test_the_series_applies_to_the_real_tree(part: str, seed: Seed, tmp_path: Path) -> None:
     root = vllm_tree.real(tmp_path / "vllm")
     before = vllm_tree.git(root, "status", "--porcelain", "--branch")
     made = export(seed(part), root, tmp_path / "out")
@@ -99,9 +98,7 @@ def test_the_series_applies_to_the_real_tree(
 
 @needs_tree
 @pytest.mark.parametrize("part", PIECES)
-def test_the_op_compiles_with_the_dsl_as_vllm_would(
-    part: str, seed: Callable[[str], Exporting], tmp_path: Path
-) -> None:
+def test_the_op_compiles_with_the_dsl_as_vllm_would(part: str, seed: Seed, tmp_path: Path) -> None:
     root = vllm_tree.real(tmp_path / "vllm")
     made = export(seed(part), root, tmp_path / "out")
     vllm_tree.git(root, "switch", "-q", made.branch)
@@ -115,3 +112,33 @@ def test_the_op_compiles_with_the_dsl_as_vllm_would(
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["keys"] == 1 and answer["entries"] >= 1
+
+
+@needs_tree
+def test_a_kernel_inside_specialized_decode_applies_compiles_and_falls_back(
+    seed: Seed, tmp_path: Path
+) -> None:
+    root = vllm_tree.real(tmp_path / "vllm")
+    e = seed("attn-res", "tp8", "sm_100a")
+    made = export(e, root, tmp_path / "out", places.DECODE)
+    assert any("lint clean" in x for x in made.said) and len(made.patches) == 3
+    other = tmp_path / "other"
+    vllm_tree.git(tmp_path, "clone", "-q", "-b", "main", str(root), str(other))
+    vllm_tree.git(other, "-c", "user.name=B", "-c", "user.email=b@example.org", "am", "-q",
+                  *(str(made.folder / x) for x in made.patches))  # fmt: skip
+    assert tree_of(other, "HEAD") == tree_of(root, made.tip)
+    again = export(e, root, tmp_path / "out", places.DECODE)
+    assert again.tip == made.tip and any("unchanged" in x for x in again.said)
+    script = Path(__file__).with_name("compile_op.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(other), "attn_res_boundary_sm100", "sm_100a"],
+        capture_output=True, text=True, check=False, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    # One code for all boundaries; taken by three of them, not for other rows, aux streams, epsilons and chips.
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "codes": 1,
+        "entries": 1,
+        "taken": 3,
+        "left": 4,
+    }

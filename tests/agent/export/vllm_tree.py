@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from agent.export.checkout import MARKS
-from agent.export.places import PLACES
+from agent.export.places import INSIDE, PLACES
 
 REAL = os.environ.get("KERNELGEN_VLLM_TREE", "")
 COPIED = (
@@ -54,7 +54,7 @@ def small(root: Path) -> Path:
     texts["pyproject.toml"] = '[project]\nname = "vllm"\n'
     texts["PKG-INFO"] = "Version: 0.33.0\n"
     texts[".buildkite/test_areas/kernels.yaml"] = "steps:\n- label: one\n"
-    for place in PLACES.values():
+    for place in (*PLACES.values(), *INSIDE.values()):
         for e in place.edits:
             known = texts.get(e.file, "")
             texts[e.file] = known if e.anchor in known else known + e.anchor
