@@ -70,8 +70,6 @@ def _work() -> list[Planted]:
             ("in cutlass.range(d.topk, unroll_full=True):", "in cutlass.range(d.topk - 1, unroll_full=True):")),
         bug(_PART, "routing", "weights-not-normalised", "weights are the scores themselves",
             ("c.weights[c.lane] = round_bf16(s / total)", "c.weights[c.lane] = round_bf16(s)")),
-        bug(_PART, "scale", "scale-bit-lost", "the lowest bit of a scale's exponent is ignored",
-            ("((Uint32(byte) & Uint32(0xFF)) << 23)", "((Uint32(byte) & Uint32(0xFE)) << 23)")),
         bug(_PART, "order", "shared-expert-dropped", "the shared expert's result is not added",
             ("(u + c.own[i]).to(BFloat16)", "u.to(BFloat16)")),
         bug(_PART, "context", "partial-page-skipped", "a page that is not full is not read",
