@@ -16,6 +16,7 @@ from typing import Any
 PARTS = ("floor", "edge_latency", "waits", "skew", "launch_gaps", "rest")
 UNEXPLAINED = 0.1
 LOSSES = 3
+LONGEST_GAP_US = 3.0  # a boundary between launches of one graph costs 1 to 3 us on an H200
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,13 @@ def of_launches(
     launches: Sequence[Mapping[str, Any]], step: Step, gap_us: float | None = None
 ) -> dict[str, Any]:
     """The same from the times of launches. Each has `kernel`, `us`, and `bytes` if known; `parts` where they are
-    modelled. A gap is at most the shortest launch's whole time, which is what is taken where none was measured."""
+    modelled. A gap that was not measured is taken as the shortest launch's whole time, at most 3 us."""
     if not launches:
         return {}
+    launches = _fitting(launches, step.us)
     calls = sum(_calls(x) for x in launches)
-    gap = min(x["us"] / _calls(x) for x in launches) if gap_us is None else gap_us
+    shortest = min(x["us"] / _calls(x) for x in launches)
+    gap = min(shortest, LONGEST_GAP_US) if gap_us is None else gap_us
     sums = _Sums()
     for n, x in enumerate(launches):
         parts = x.get("parts") or {}
@@ -138,6 +141,29 @@ def of_launches(
     found["gap_us"] = round(gap, 4)
     found["launch_count"] = calls
     return found
+
+
+def _fitting(launches: Sequence[Mapping[str, Any]], us: float) -> list[Mapping[str, Any]]:
+    """Differences of two measurements may fall below zero, and then the others are too long: they must fit the step."""
+    whole = sum(max(0.0, x["us"]) for x in launches)
+    scale = min(1.0, us / whole) if whole > 0 else 1.0
+    return [{**x, "us": scale * max(0.0, x["us"])} for x in launches]
+
+
+def _shares(work: Mapping[str, float], size: Mapping[str, float], floor: float) -> dict[str, float]:
+    """The floor over phases of work by their bytes, none more than it took: a launch may name more than it reads."""
+    share = dict.fromkeys(work, 0.0)
+    left, open_ = min(floor, sum(work.values())), set(work)
+    while left > 1e-9 and open_:
+        whole = sum(size[k] for k in open_)
+        if whole <= 0:
+            break
+        given = {k: min(left * size[k] / whole, work[k] - share[k]) for k in open_}
+        for k, us in given.items():
+            share[k] += us
+        left -= sum(given.values())
+        open_ = {k for k in open_ if work[k] - share[k] > 1e-9 and given[k] > 0}
+    return share
 
 
 def _calls(launch: Mapping[str, Any]) -> int:
@@ -203,9 +229,9 @@ def _losses(sums: _Sums, floor: float, exposed: float, weights: Mapping[str, flo
     work = [p for p in _phases(sums.rows) if p["kind"] == "work"]
     known = all(p["phase"] in weights for p in work) and bool(work)
     size = {p["phase"]: weights[p["phase"]] if known else p["us"] for p in work}
-    whole = sum(size.values()) or 1.0
+    shares = _shares({p["phase"]: p["us"] for p in work}, size, floor)
     for p in work:
-        share = floor * size[p["phase"]] / whole
+        share = shares[p["phase"]]
         words = f"{p['phase']}: {p['us']:.2f} us of work for bytes that take {share:.2f} us"
         found.append(Loss(p["us"] - share, words, p["phase"]))
     positive = [x for x in found if x.us > 0.005]

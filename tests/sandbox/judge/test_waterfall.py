@@ -92,3 +92,29 @@ def test_launches_make_the_same_report() -> None:
         4.5
     )  # at most the shortest launch each, and the rest
     assert of_launches([], Step(1.0, 1.0)) == {}
+
+
+def test_a_single_launch_is_work_but_for_a_boundary() -> None:
+    fall = of_launches([{"kernel": "mega", "us": 416.8, "bytes": 1}], Step(416.8, 304.9))
+    assert fall["parts"]["launch_gaps"] == 3.0
+    assert fall["parts"]["rest"] == pytest.approx(416.8 - 304.9 - 3.0, abs=1e-3)
+
+
+def test_noise_below_zero_does_not_break_the_sum() -> None:
+    rows = [{"kernel": "a", "us": 30.0}, {"kernel": "b", "us": -10.0}, {"kernel": "c", "us": 5.0}]
+    fall = of_launches(rows, Step(25.0, 2.0))
+    assert fall["step_us"] == pytest.approx(25.0) and fall["hidden_us"] >= 0
+    assert sum(fall["parts"].values()) == pytest.approx(25.0, abs=1e-3)
+    assert all(v >= -1e-6 for v in fall["parts"].values())
+
+
+def test_no_kernel_gets_more_of_the_floor_than_it_took() -> None:
+    """Experts name all their weights and read a few: what they cannot have read, others did."""
+    rows = [
+        {"kernel": "experts", "us": 13.0, "bytes": 10**9}, {"kernel": "gemv", "us": 23.0, "bytes": 10**7},
+    ]  # fmt: skip
+    fall = of_launches(rows, Step(36.0, 20.0), gap_us=3.0)
+    (loss,) = [x for x in fall["losses"] if x["phase"] == "gemv"]
+    assert loss["us"] == pytest.approx(
+        20.0 - 10.0, abs=1e-3
+    )  # of 20 us of floor the experts take their 10
