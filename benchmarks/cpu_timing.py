@@ -4,7 +4,7 @@
 
 TIMES: rows of benchmarks/step_times.py, measured on the GPU; ARTIFACTS: a folder below which the artifacts lie, in
 folders named by their hash. Counting a large artifact takes seconds to minutes; FOLDER keeps the counts. `--fit` looks
-for the constants in `Machine.fitted` on every second row (by hash) and prints them; the tables are of all rows.
+for the constants in `model.BOUNDS` on every second row (by hash) and prints them; the tables are of all rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sandbox import artifact_store
 from sandbox.devices.base import Faulted, Refused
 from sandbox.devices.cpu.estimate import given_of, step_facts
 from sandbox.devices.cpu.facts import Facts
-from sandbox.devices.cpu.model import H200, Machine, launch_seconds
+from sandbox.devices.cpu.model import BOUNDS, H200, Machine, launch_seconds
 
 STEPS = (0.5, 0.25, 0.1, 0.04)
 
@@ -162,9 +162,9 @@ def fit(rows: Sequence[Row], g: Machine) -> Machine:
         moved = True
         while moved:
             moved = False
-            for name in g.fitted:
+            for name, (low, high) in BOUNDS.items():
                 for factor in (1 + step, 1 / (1 + step)):
-                    tried = replace(g, **{name: getattr(g, name) * factor})
+                    tried = replace(g, **{name: min(high, max(low, getattr(g, name) * factor))})
                     value = loss(rows, tried)
                     if value < best * 0.999:
                         g, best, moved = tried, value, True
@@ -192,7 +192,7 @@ def table(rows: Sequence[Row], g: Machine) -> list[str]:
 
 def detail(rows: Sequence[Row], g: Machine) -> list[str]:
     lines = [
-        "| target | rows | tunables other than the seed's first | measured us | modelled us | fitted on |"
+        "| target | rows | tunables off the most frequent | measured us | modelled us | fitted on |"
     ]
     lines.append("|---|---|---|---|---|---|")
     usual: dict[str, dict[str, Any]] = {}
@@ -241,7 +241,7 @@ def main() -> None:
     g = H200
     if args.fit:
         g = fit([r for r in rows if r.fitted], g)
-        print({name: float(f"{getattr(g, name):.4g}") for name in g.fitted})
+        print({name: float(f"{getattr(g, name):.4g}") for name in BOUNDS})
     if args.kernels:
         kernels(rows, g)
     print("\n".join(table(rows, g)))

@@ -18,7 +18,7 @@ import torch
 from sandbox import artifact_store
 from sandbox.artifact import Artifact, Buffer, Launch
 from sandbox.devices.cpu.device import CpuDevice, CpuProgram
-from sandbox.devices.cpu.execute import Counts, run
+from sandbox.devices.cpu.execute import Counts, Region, run
 from sandbox.devices.cpu.facts import Facts, Residency, facts_of
 from sandbox.devices.cpu.model import H200, Machine, launch_seconds
 
@@ -98,11 +98,9 @@ def step_facts(artifact: Artifact, given: Mapping[str, torch.Tensor]) -> list[Fa
 
 
 def _execute(program: CpuProgram, x: Launch, buffers: Mapping[str, torch.Tensor]) -> Counts:
-    from sandbox.devices.cpu.execute import Region
-
     plan = program.artifact.step
     params = bytearray(x.params)
-    regions = {}
+    regions: dict[int, Region] = {}
     for r in x.relocations:
         t = buffers[r.buffer]
         params[r.offset : r.offset + 8] = (t.data_ptr() + r.addend).to_bytes(8, "little")
