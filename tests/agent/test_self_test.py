@@ -214,6 +214,8 @@ def run_command(*only: str) -> dict[str, object]:
     return data
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_one_mistake_and_one_control_for_real() -> None:
     data = run_command("gemv/output-one-per-mille", "gemv/warps-in-reverse")
     assert (data["planted"], data["caught"], data["good"], data["rejected"]) == (1, 1, 1, 0)
