@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from sandbox.devices.base import Timer
+from sandbox.devices.base import Faulted, Timer
 from sandbox.judge.arms import Arm, PlanArm
 from sandbox.judge.baselines import BaselineArm
 from sandbox.judge.ranking import Timed
-from sandbox.judge.session import Session
+from sandbox.judge.session import Session, broke_the_gpu
 
 ISOLATED = 25
 BATCH = 256
@@ -33,10 +33,19 @@ def added(timed: Timed, s: Session) -> Timed:
     row = timed.timing.workloads[0]
     more: dict[str, Any] = {"skipped": dict(s.skipped)} if s.skipped else {}
     if s.case.job.steps:
-        more["arms"] = {a.name: figures(s, a) for a in s.arms if a.name != "twin"}
+        more["arms"] = {a.name: _figures(s, a) for a in s.arms if a.name != "twin"}
         s.draft.not_verified.append("outputs of the steps that were timed one by one")
     filled = replace(row, detail={**row.detail, **more})
     return replace(timed, timing=replace(timed.timing, workloads=(filled,)))
+
+
+def _figures(s: Session, arm: Arm) -> dict[str, Any]:
+    try:
+        return figures(s, arm)
+    except Faulted as end:
+        if isinstance(arm, PlanArm):
+            raise
+        raise broke_the_gpu(arm.name, end) from end
 
 
 def figures(s: Session, arm: Arm) -> dict[str, Any]:

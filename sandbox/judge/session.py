@@ -12,11 +12,12 @@ from sandbox.judge import baselines
 from sandbox.judge.arms import Arm, PlanArm
 from sandbox.judge.case import Case, read_artifact
 from sandbox.judge.checks import Checker
+from sandbox.judge.ending import Ended
 from sandbox.judge.lanes import Lanes
 from sandbox.judge.report import Draft
 from sandbox.judge.rig import Rig
 from sandbox.judge.tiers import Effort
-from sandbox.verdict import Failure
+from sandbox.verdict import Failure, Status
 
 CANDIDATE, TWIN, INCUMBENT = "candidate", "twin", "incumbent"
 
@@ -104,6 +105,12 @@ def named_baselines(case: Case) -> tuple[str, ...]:
     return tuple(n for n in dict.fromkeys(found) if not n.startswith("-") and n not in left_out)
 
 
+def broke_the_gpu(baseline: str, end: Faulted) -> Ended:
+    """For what a baseline did: `infra`, never the candidate's fault; the keeper judges once more without it."""
+    message = f"baseline {baseline} broke the GPU: {end.failure.message}"
+    return Ended(Status.INFRA, Failure("baseline-fault", message, {"baseline": baseline}))
+
+
 def _add_baseline(s: Session, name: str) -> None:
     """A baseline is a comparison: where it fails, that is said and the candidate's verdict does not hang on it."""
     where = getattr(s.case.target, "baselines", {}).get(name)
@@ -113,9 +120,13 @@ def _add_baseline(s: Session, name: str) -> None:
         return
     try:
         arm = baselines.baseline_arm(name, where, s.lanes, s.checker)
-    except Faulted:
-        raise
+    except Faulted as end:
+        raise broke_the_gpu(name, end) from end
     except Exception as error:
+        try:  # torch reports a fault by an error of its own; then this process is of no further use
+            s.case.device.synchronize()
+        except Faulted as end:
+            raise broke_the_gpu(name, end) from error
         s.skipped[name] = f"{type(error).__name__}: {str(error)[:300]}"
         s.draft.findings.append(Failure("baseline", f"baseline {name} failed: {str(error)[:300]}"))
         return

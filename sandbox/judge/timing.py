@@ -23,7 +23,16 @@ from sandbox.judge.ending import Ended
 from sandbox.judge.ranking import Measured, Timed
 from sandbox.judge.report import Draft
 from sandbox.judge.rig import Rig
-from sandbox.judge.session import CANDIDATE, INCUMBENT, TWIN, Session, Twin, find_rival, make_arms
+from sandbox.judge.session import (
+    CANDIDATE,
+    INCUMBENT,
+    TWIN,
+    Session,
+    Twin,
+    broke_the_gpu,
+    find_rival,
+    make_arms,
+)
 from sandbox.judge.stats import Samples
 from sandbox.judge.tiers import Effort
 from sandbox.verdict import Failure, Status
@@ -163,10 +172,7 @@ def _lap(s: Session, arm: Arm) -> float:
     except Faulted as end:
         if isinstance(arm, PlanArm | Twin):
             raise
-        message = f"baseline {arm.name} broke the GPU: {end.failure.message}"
-        raise Ended(
-            Status.INFRA, Failure("baseline-fault", message, {"baseline": arm.name})
-        ) from end
+        raise broke_the_gpu(arm.name, end) from end
 
 
 def block(

@@ -103,7 +103,7 @@ HANGS = """\
 .target sm_90a
 .address_size 64
 .visible .entry hangs(.param .u64 hangs_count, .param .u64 hangs_words)
-.reqntid 32, 1, 1
+.reqntid 1, 1, 1
 {
     .reg .pred %p<3>;
     .reg .b32 %r<8>;
@@ -132,7 +132,7 @@ WAIT:
 
 def hanging_artifact() -> Artifact:
     one = Launch(
-        "hangs", (4, 1, 1), (32, 1, 1), bytes(16), (0, 8),
+        "hangs", (4, 1, 1), (1, 1, 1), bytes(16), (0, 8),
         (Relocation(0, "outputs.y"), Relocation(8, liveness.NAME)), cooperative=True,
     )  # fmt: skip
     words = Buffer(liveness.NAME, "i32", (4, 4), init="zero", lifetime="persistent")

@@ -378,3 +378,24 @@ def test_a_baseline_that_breaks_the_gpu_is_not_the_candidates_fault(tmp_path: Pa
     assert (v.failure.rule, v.failure.where) == ("baseline-fault", {"baseline": "graph"})
     without = replace(job, baselines=("graph", "-graph"))
     assert run(without, Breaking({"k": toy.right}, "cuda", {"k": 10.0})).status is Status.PASSED
+
+
+def test_a_fault_while_a_baseline_is_built_is_not_the_candidates_either(tmp_path: Path) -> None:
+    class Dead(FakeDevice):
+        """As CUDA is after torch said `illegal memory access` in the baseline `broken`."""
+
+        dead = False
+
+        def synchronize(self) -> None:
+            if self.dead:
+                raise Faulted(Status.FAULT, Failure("cuda-fault", "CUDA_ERROR_ILLEGAL_ADDRESS"))
+
+        def record(self, work: Callable[[], None], launches: int = 0) -> Any:
+            self.dead = True
+            return super().record(work, launches)
+
+    made = toy.saved(tmp_path, toy.artifact(("k",)))
+    job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=("broken",))
+    v = run(job, Dead({"k": toy.right}, "cuda", {"k": 10.0}))
+    assert v.status is Status.INFRA and v.failure is not None
+    assert (v.failure.rule, v.failure.where) == ("baseline-fault", {"baseline": "broken"})
