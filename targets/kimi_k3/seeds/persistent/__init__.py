@@ -17,7 +17,7 @@ _PARTS = {
 _SHARED = {
     "common": None,
     "router": {"order_key"},
-    "latent_moe": {"pair_up"},
+    "latent_moe": {"expand", "pair_up", "scale_word"},
     "mla": {"mma_16x32"},
 }
 """Modules of the plain seeds that are used here, and of which only some definitions."""

@@ -5,7 +5,17 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2
-from targets.kimi_k3.seeds.persistent.device import Ctx, field, vector, words_at
+from targets.kimi_k3.seeds.persistent.device import (
+    LAYERS,
+    Ctx,
+    box,
+    field,
+    gathered_from,
+    turn_of,
+    vector,
+    wide_box,
+    words_at,
+)
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F, vectors
 from targets.kimi_k3.seeds.persistent.plan import Op
 
@@ -15,7 +25,7 @@ def prefetch_vectors(c: Ctx, layer: Int32, kind: cutlass.Constexpr, op: cutlass.
     """The small vectors of an instance into L2: otherwise their first use costs a trip to memory behind an edge."""
     found = [
         x for x in vectors(op.d) if kind in x[2] and "mlp" not in x[0] and "attn_" not in x[0][:5]
-    ]
+    ] + [("x", 2 * op.d.hidden, kind)]
     for k in cutlass.range_constexpr(len(found)):
         start = field(c, layer, F[found[k][0]], COUNT)
         for line in cutlass.range(c.cta, -(-found[k][1] // 128), op.ctas, unroll=1):
@@ -25,24 +35,29 @@ def prefetch_vectors(c: Ctx, layer: Int32, kind: cutlass.Constexpr, op: cutlass.
 
 
 @cute.jit
-def load_sum(c: Ctx, layer: Int32, rX: cute.Tensor, own: cutlass.Constexpr, op: cutlass.Constexpr):
-    """rX words [4, per] = bf(x_i + y_{i-1}): `own` columns of y from its CTAs, then those gathered from other ranks."""
+def load_x0(c: Ctx, layer: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
+    """rX words [4, per] = x_i of the inputs; before the edge."""
+    for v in cutlass.range_constexpr(op.wide.per):
+        i = vector(c, v, op.wide)
+        if i < op.wide.vecs:
+            words_at(field(c, layer, F["x"], COUNT), i, rX[None, v])
+
+
+@cute.jit
+def add_before(
+    c: Ctx, layer: Int32, rX: cute.Tensor, own: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """rX <- bf(x_i + y_{i-1}): `own` columns of an FFN's y come from the box delta, others from remote_delta; those of
+    a KDA all come from the box attn."""
     g = op.wide
     rY = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     rY.fill(0)
-    for v in cutlass.range_constexpr(g.per):
-        i = vector(c, v, g)
-        if i < g.vecs:
-            words_at(field(c, layer, F["x"], COUNT), i, rX[None, v])
-            if layer > 0:
-                if cutlass.const_expr(own == op.d.hidden):
-                    words_at(field(c, layer - 1, F["y"], COUNT), i, rY[None, v])
-                elif i < own // 8:
-                    words_at(field(c, layer - 1, F["y"], COUNT), i, rY[None, v])
-                else:
-                    remote = field(c, layer - 1, F["remote_delta"], COUNT)
-                    words_at(remote, i - own // 8, rY[None, v])
     if layer > 0:
+        if cutlass.const_expr(op.d.attn == ""):
+            start = box(c, "delta", turn_of(c, layer - 1), op)
+            gathered_from(c, start, layer - 1, rY, own, op)
+        else:
+            wide_box(c, box(c, "attn", turn_of(c, layer - 1, LAYERS), op), rY, op)
         for v in cutlass.range_constexpr(g.per):
             for e in cutlass.range_constexpr(4):
                 rX[e, v] = add_bf16x2(rX[e, v], rY[e, v])
@@ -59,5 +74,4 @@ def shape(dims, cfg):
         cfg.stage_bytes,
         cfg.ring_stages,
         cfg.spin_limit,
-        getattr(cfg, "expert_pairs", 1),
     )

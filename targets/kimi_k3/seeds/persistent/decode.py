@@ -9,16 +9,22 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
+from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import add_bf16x2
 from targets.kimi_k3.seeds.persistent.device import (
+    LAYERS,
     Ctx,
     arrive,
     at,
+    box,
     field,
+    gathered_from,
     leave,
+    turn_of,
     vector,
     wait,
+    wide_box,
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import (
@@ -35,7 +41,7 @@ from targets.kimi_k3.seeds.persistent.mix import Banks, early, late
 from targets.kimi_k3.seeds.persistent.mla import MlaSpace, cache_of, fill_mla, mla
 from targets.kimi_k3.seeds.persistent.moe import Space, dense, fill_dense, fill_moe, load_x, moe
 from targets.kimi_k3.seeds.persistent.plan import Op
-from targets.kimi_k3.seeds.persistent.setup import open_cta
+from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
@@ -43,7 +49,6 @@ TUNABLES = {
     "consumer_warps": (14, 7),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "spin_limit": (0, 200000, 2000000),
-    "expert_pairs": (4, 1, 2),
 }
 
 
@@ -113,28 +118,25 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
 
 
 @cute.jit
-def add_delta(c: Ctx, layer: Int32, rP: cute.Tensor, io: Io, ws: Space, op: cutlass.Constexpr):
-    """rP <- bf(rP + delta): the FFN output of the layer before, other ranks' columns gathered."""
+def add_delta(
+    c: Ctx, layer: Int32, routed: Int32, rP: cute.Tensor, io: Io, ws: Space, op: cutlass.Constexpr
+):
+    """rP <- bf(rP + delta): the FFN output of the layer before, FFN with experts number routed - 1 or a dense one."""
     d, g = op.d, op.wide
     rD = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     rD.fill(0)
-    for v in cutlass.range_constexpr(g.per):
-        i = vector(c, v, g)
-        if i < g.vecs:
-            if layer == 0:
-                if cutlass.const_expr(d.first > 0):
-                    words_at(io.delta.iterator.toint(), i, rD[None, v])
-            else:
-                own = i < d.hidden_local // 8
-                if cutlass.const_expr(d.ranks > 1):
-                    what = Int32(field(c, layer - 1, F["kind"], COUNT))
-                    if own or what & IS_DENSE != 0:
-                        words_at(ws.delta.iterator.toint(), i, rD[None, v])
-                    else:
-                        remote = field(c, layer - 1, F["remote_delta"], COUNT)
-                        words_at(remote, i - d.hidden_local // 8, rD[None, v])
-                else:
-                    words_at(ws.delta.iterator.toint(), i, rD[None, v])
+    if layer == 0:
+        if cutlass.const_expr(d.first > 0):
+            load_x(c, io.delta, rD, g)
+    else:
+        what = Int32(field(c, layer - 1, F["kind"], COUNT))
+        if cutlass.const_expr("D" in d.ffn):
+            if what & IS_DENSE != 0:
+                load_x(c, ws.delta, rD, g)
+        if cutlass.const_expr("E" in d.ffn):
+            if what & IS_DENSE == 0:
+                start = box(c, "delta", turn_of(c, routed - 1), op)
+                gathered_from(c, start, layer - 1, rD, d.hidden_local, op)
     if layer > 0 or d.first > 0:
         for v in cutlass.range_constexpr(g.per):
             for e in cutlass.range_constexpr(4):
@@ -165,7 +167,7 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
     for v in cutlass.range_constexpr(g.per):
         if vector(c, v, g) < g.vecs:
             words_at(io.x0.iterator.toint(), vector(c, v, g), rP[None, v])
-    it, edge, routed = Int32(0), Int32(0), Int32(0)
+    it, edge, routed, kdas = Int32(0), Int32(0), Int32(0), Int32(0)
     for layer in cutlass.range(d.layers, unroll=1):
         depth = layer + d.first
         opens = depth % d.block == 0
@@ -177,24 +179,29 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
         )  # fmt: skip
         if layer > 0:
             edge += 1
+            timeline.mark(c.track, "edge delta", layer, kind="edge")
             wait(c, edge, op)
-        add_delta(c, layer, rP, io, ws, op)
+        timeline.mark(c.track, "mix", layer)
+        add_delta(c, layer, routed, rP, io, ws, op)
         if cutlass.const_expr(d.bank_rows > d.bank_old):
             if opens:
                 store_wide(c, rP, new + Int64((depth // d.block - d.bank_old) * d.hidden * 2), op)
         late(c, rP, first, sources, False, rX, op)
         if cutlass.const_expr("K" in d.attn):
             if what & IS_MLA == 0:
-                it, edge = kda(c, layer, it, edge, rX, io.slots, ws, op)
+                it, edge = kda(c, layer, kdas, (it, edge), rX, io.slots, None, op)
+                kdas += 1
         if cutlass.const_expr("M" in d.attn):
             if what & IS_MLA != 0:
+                timeline.mark(c.track, "mla", layer)
                 cache = cache_of(io.lengths, io.table, io.mapping, op)
                 it, edge = mla(c, layer, it, edge, rX, cache, (ws.proj, ws.mla), op)
                 go = op.rows(d.mla_dim)
                 rO = cute.make_rmem_tensor(cute.make_layout((4, go.per)), Uint32)
                 load_x(c, ws.mla.out, rO, go)
-                it = out_projection(c, layer, it, rO, ws, go, op)
+                it = out_projection(c, layer, it, rO, None, go, op)
         arrive(c, op)
+        timeline.mark(c.track, "early", layer)
         restart = Int32(1) if opens else Int32(0)
         second = early(
             c, banks, sources + restart, field(c, layer, F["mlp_res_norm"], COUNT),
@@ -202,12 +209,12 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
             field(c, layer, F["mlp_norm"], COUNT), op,
         )  # fmt: skip
         edge += 1
+        timeline.mark(c.track, "edge attn", layer, kind="edge")
         wait(c, edge, op)
+        timeline.mark(c.track, "mix 2", layer)
         rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
         rA.fill(0)
-        for v in cutlass.range_constexpr(g.per):
-            if vector(c, v, g) < g.vecs:
-                words_at(ws.attn.iterator.toint(), vector(c, v, g), rA[None, v])
+        wide_box(c, box(c, "attn", turn_of(c, layer, LAYERS), op), rA, op)
         for v in cutlass.range_constexpr(g.per):
             for e in cutlass.range_constexpr(4):
                 rP[e, v] = rA[e, v] if opens else add_bf16x2(rP[e, v], rA[e, v])
@@ -218,7 +225,7 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
         if cutlass.const_expr("E" in d.ffn):
             if what & IS_DENSE == 0:
                 mIds = at(Int32, io.ids.iterator.toint() + Int64(routed * d.topk * 4), d.topk)
-                it, edge = moe(c, layer, routed, (it, edge), rX, ws, mIds, op)
+                it, edge = moe(c, layer, routed, (it, edge), rX, (mIds, None), op)
                 routed += 1
         arrive(c, op)
     last = early(
@@ -226,12 +233,15 @@ def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
         io.res_norm.iterator.toint(), io.res_proj.iterator.toint(), io.norm.iterator.toint(), op
     )  # fmt: skip
     edge += 1
+    timeline.mark(c.track, "edge delta", d.layers, kind="edge")
     wait(c, edge, op)
-    add_delta(c, Int32(d.layers), rP, io, ws, op)
+    timeline.mark(c.track, "close", d.layers)
+    add_delta(c, Int32(d.layers), routed, rP, io, ws, op)
     store_wide(c, rP, io.prefix.iterator.toint(), op)
     late(c, rP, last, Int32(d.bank_rows), True, rX, op)
     store_wide(c, rX, io.out.iterator.toint(), op)
-    leave(c, edge, routed, op)
+    timeline.end(c.track)
+    leave(c, edge, (routed, kdas, Int32(d.layers)), op)
 
 
 @cute.kernel
@@ -239,12 +249,16 @@ def decode_kernel(
     layers: tuple,
     io: Io,
     ws: Space,
+    mMail: cute.Tensor,
     mSync: cute.Tensor,
+    phases: Any,
     names: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
     """Grid (ctas), cooperative; op.warps consumer warps and one producer warp."""
-    c = open_cta(layers, mSync, names, tuple(kind(op.d, n) for n in range(op.d.layers)), op)
+    c = open_cta(
+        layers, mSync, mMail, phases, names, tuple(kind(op.d, n) for n in range(op.d.layers)), op
+    )
     if c.warp == op.warps:
         if c.lane == 0:
             produce(c, io, op)
@@ -263,7 +277,6 @@ def shape(dims, cfg):
         cfg.stage_bytes,
         cfg.ring_stages,
         cfg.spin_limit,
-        cfg.expert_pairs,
     )
 
 
@@ -271,10 +284,9 @@ def workspace(dims, cfg):
     bf = lambda n: ("bf16", (max(n, 8),), "undefined", "step")  # noqa: E731
     f32 = lambda n: ("f32", (max(n, 8),), "undefined", "step")  # noqa: E731
     found = {
-        "proj": bf(max(dims.in_proj_rows, dims.a_proj_rows)), "o": f32(dims.kda_dim), "attn": bf(dims.hidden),
-        "logits": f32(dims.router_rows), "latent": bf(dims.latent_rows), "hs": bf(max(dims.shared_dim, dims.dense_dim)),
-        "h": bf(dims.topk * dims.expert_dim), "z": bf(dims.latent), "delta": bf(dims.hidden),
-        "sync": ("i32", (128,), "zero", "persistent"),
+        "proj": bf(dims.a_proj_rows),
+        "hs": bf(dims.dense_dim), "delta": bf(dims.hidden), "sync": ("i32", (128,), "zero", "persistent"),
+        "mail": ("u32", (shape(dims, cfg).mail_words,), "undefined", "persistent"),
     }  # fmt: skip
     if "M" in dims.attn:
         h, ctas = dims.mla_heads, shape(dims, cfg).ctas
@@ -284,6 +296,11 @@ def workspace(dims, cfg):
             "lat": bf(h * dims.kv_lora), "values": bf(dims.mla_dim),
         }  # fmt: skip
     return found
+
+
+@cute.jit
+def prepare(t, cfg, stream):
+    empty_boxes(t.workspace.mail, stream)
 
 
 @cute.jit
@@ -300,9 +317,11 @@ def step(t, cfg, stream):
         t.weights.out_res_norm, t.weights.out_res_proj, t.weights.out_norm,
     )  # fmt: skip
     ms = MlaSpace(w.q, w.query, w.sums, w.stats, w.lat, w.values) if has_m else None
-    ws = Space(w.proj, w.o, w.attn, w.logits, w.latent, w.hs, w.h, w.z, w.delta, ms)
+    ws = Space(w.proj, w.hs, w.delta, ms)
+    tensors = tuple(tuple(x.values()) for x in found)
+    names = tuple(tuple(x) for x in found)
     decode_kernel(
-        tuple(tuple(x.values()) for x in found), io, ws, w.sync, tuple(tuple(x) for x in found), op
+        tensors, io, ws, w.mail, w.sync, timeline.buffer(t, cfg), names, op
     ).launch(
         grid=(op.ctas, 1, 1), block=(op.threads + 32, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1,
     )  # fmt: skip

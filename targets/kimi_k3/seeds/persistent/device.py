@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import high, lanes_sum, low
+from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.plan import STRIDE
 
 EVICT_FIRST = 0x12F0000000000000
@@ -17,7 +18,9 @@ class Ctx(NamedTuple):
 
     ring: stages of weights (words); full, empty: mbarriers, one each a stage; routed: mbarrier, the ids are known;
     part, red: sums of warps; tab: addresses by layer and field; sync: counters of the edges (global), a line each:
-    ALL at 0, ROUTE at 32, the record of a spin that gave up at 64, what the counters were at the launch from 96.
+    ALL at 0, ROUTE at 32, the record of a spin that gave up at 64, what the counters were at the launch from 96; mail:
+    boxes of what CTAs send each other (global); track, brought: timelines of consumers and
+    producer, None in a normal build.
     """
 
     tid: Any
@@ -37,6 +40,9 @@ class Ctx(NamedTuple):
     pool: Any
     sync: Any
     base: Any
+    mail: Any
+    track: Any
+    brought: Any
 
 
 ALL, ROUTE = 0, 32
@@ -50,27 +56,57 @@ def consumers(op: cutlass.Constexpr):
 
 
 @cute.jit
-def arrive(c: Ctx, op: cutlass.Constexpr, line: cutlass.Constexpr = ALL):
+def arrive(c: Ctx, op: cutlass.Constexpr):
     """All that this CTA's consumers wrote is visible to who waits for this edge."""
     consumers(op)
     if c.tid == 0:
-        cute.arch.red(c.sync + line, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
+        cute.arch.red(c.sync, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
 
 
 @cute.jit
-def wait(c: Ctx, edge: Int32, op: cutlass.Constexpr, line: cutlass.Constexpr = ALL):
-    """Until every CTA arrived at edge number `edge` (counted from 1) of this launch on this line."""
+def hint(c: Ctx, op: cutlass.Constexpr, line: cutlass.Constexpr = ALL):
+    """This CTA's consumers have posted: it is worth looking into the boxes. Orders nothing; what is in a box says so.
+
+    A release here would first drain all that the CTA wrote, about a microsecond under load.
+    """
+    consumers(op)
+    if c.tid == 0:
+        cute.arch.red(c.sync + line, Int32(1), op="add", dtype="u32", sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def counter(c: Ctx, line: cutlass.Constexpr, acquire: cutlass.Constexpr):
+    seen = Int32(0)
+    if cutlass.const_expr(acquire):
+        seen = cute.arch.load(c.sync + line, Int32, sem="acquire", scope="gpu")
+    else:
+        seen = cute.arch.load(c.sync + line, Int32, sem="relaxed", scope="gpu")
+    return seen
+
+
+@cute.jit
+def wait(
+    c: Ctx,
+    edge: Int32,
+    op: cutlass.Constexpr,
+    line: cutlass.Constexpr = ALL,
+    acquire: cutlass.Constexpr = True,
+):
+    """Until every CTA arrived at edge number `edge` (counted from 1) of this launch on this line.
+
+    `acquire`: what they wrote before an `arrive` can be read then. After a `hint` there is nothing to acquire.
+    """
     if c.tid == 0:
         base = c.base[line // 32]
         target = base + edge * op.ctas
-        seen = cute.arch.load(c.sync + line, Int32, sem="acquire", scope="gpu")
+        seen = counter(c, line, acquire)
         if cutlass.const_expr(op.spin == 0):
             while seen - target < 0:
-                seen = cute.arch.load(c.sync + line, Int32, sem="acquire", scope="gpu")
+                seen = counter(c, line, acquire)
         else:
             turns = Int32(0)
             while seen - target < 0 and turns < op.spin:
-                seen = cute.arch.load(c.sync + line, Int32, sem="acquire", scope="gpu")
+                seen = counter(c, line, acquire)
                 turns += 1
             if seen - target < 0:
                 record = cute.make_tensor(c.sync + 64, cute.make_layout((4,)))
@@ -84,12 +120,96 @@ def wait(c: Ctx, edge: Int32, op: cutlass.Constexpr, line: cutlass.Constexpr = A
 
 
 @cute.jit
-def leave(c: Ctx, edge: Int32, routes: Int32, op: cutlass.Constexpr):
-    """The next launch counts on from here. After the last edge, when every CTA has read where this one began."""
+def leave(c: Ctx, edge: Int32, counts: tuple, op: cutlass.Constexpr):
+    """The next launch counts on from here. After the last edge, when every CTA has read where this one began.
+
+    counts: FFNs with experts, KDAs, layers.
+    """
     if c.tid == 0 and c.cta == 0:
-        state = cute.make_tensor(c.sync + 96, cute.make_layout((2,)))
+        state = cute.make_tensor(c.sync + 96, cute.make_layout((5,)))
         state[0] = c.base[0] + edge * op.ctas
-        state[1] = c.base[1] + routes * op.ctas
+        state[1] = c.base[1] + counts[0] * op.ctas
+        for k in cutlass.range_constexpr(3):
+            state[2 + k] = c.base[2 + k] + counts[k]
+
+
+# ---- boxes: an element that is all ones is empty; no result of bf16 or f32 arithmetic has these bits
+
+
+@cute.jit
+def box(c: Ctx, name: cutlass.Constexpr, turn: Int32, op: cutlass.Constexpr):
+    """Address of a box for this turn (0 or 1)."""
+    start, size, n = op.boxes[name]
+    return c.mail + start + Int64(turn) * op.box_bytes(size, n)
+
+
+@cute.jit
+def post(c: Ctx, name: cutlass.Constexpr, turn: Int32, i: Int32, x: Float32, op: cutlass.Constexpr):
+    """x into element i of a box; its place for the other turn is emptied, which all have read by now.
+
+    One thread has an element always, so emptying and filling it keep their order.
+    """
+    size = op.boxes[name][1]
+    here = box(c, name, turn, op) + Int64(i) * size
+    there = box(c, name, 1 - turn, op) + Int64(i) * size
+    if cutlass.const_expr(size == 2):
+        cute.arch.inline_ptx(
+            """{
+            .reg .b16 h, e;
+            cvt.rn.bf16.f32 h, {$r1};
+            mov.b16 e, 0xFFFF;
+            st.relaxed.gpu.global.b16 [{$r0}], h;
+            st.relaxed.gpu.global.b16 [{$r2}], e;
+            }""",
+            read_only_args=[here, x, there],
+        )
+    else:
+        cute.arch.inline_ptx(
+            """{
+            .reg .b32 e;
+            mov.b32 e, 0xFFFFFFFF;
+            st.relaxed.gpu.global.f32 [{$r0}], {$r1};
+            st.relaxed.gpu.global.b32 [{$r2}], e;
+            }""",
+            read_only_args=[here, x, there],
+        )
+
+
+@cute.jit
+def peek(address: Int64, r: cute.Tensor):
+    """r[4 words] = 16 bytes of a box, whether they are there or not."""
+    words = cute.arch.inline_ptx(
+        "ld.relaxed.gpu.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+    for e in cutlass.range_constexpr(4):
+        r[e] = words[e]
+
+
+@cute.jit
+def empty(r: cute.Tensor, size: cutlass.Constexpr):
+    """Whether one of the elements in four words is empty: a half of ~w that is zero borrows from its highest bit."""
+    found = Uint32(0)
+    for e in cutlass.range_constexpr(4):
+        if cutlass.const_expr(size == 2):
+            found = found | ((~r[e] - Uint32(0x00010001)) & r[e] & Uint32(0x80008000))
+        else:
+            found = found | (Uint32(1) if r[e] == Uint32(0xFFFFFFFF) else Uint32(0))
+    return found != Uint32(0)
+
+
+@cute.jit
+def insist(address: Int64, r: cute.Tensor, size: cutlass.Constexpr, op: cutlass.Constexpr):
+    """After `peek`: again until all elements are there."""
+    if cutlass.const_expr(op.spin == 0):
+        while empty(r, size):
+            peek(address, r)
+    else:
+        turns = Int32(0)
+        while empty(r, size) and turns < op.spin:
+            peek(address, r)
+            turns += 1
 
 
 @cute.jit
@@ -125,6 +245,81 @@ def unpack(r: cute.Tensor, x: cute.Tensor):
     """x[8] f32 of r[4] words of bf16."""
     for e in cutlass.range_constexpr(4):
         x[2 * e], x[2 * e + 1] = low(r[e]), high(r[e])
+
+
+FFNS, KDAS, LAYERS = 0, 1, 2
+
+
+@cute.jit
+def turn_of(c: Ctx, number: Int32, what: cutlass.Constexpr = FFNS):
+    """Which half of its boxes FFN, KDA or layer `number` of the launch uses: they alternate across launches too."""
+    return (c.base[2 + what] + number) & 1
+
+
+@cute.jit
+def wide_box(c: Ctx, start: Int64, r: cute.Tensor, op: cutlass.Constexpr):
+    """r words [4, per]: this thread's columns of a box of `hidden` elements."""
+    g = op.wide
+    for v in cutlass.range_constexpr(g.per):
+        if vector(c, v, g) < g.vecs:
+            peek(start + Int64(vector(c, v, g)) * 16, r[None, v])
+    for v in cutlass.range_constexpr(g.per):
+        if vector(c, v, g) < g.vecs:
+            insist(start + Int64(vector(c, v, g)) * 16, r[None, v], 2, op)
+
+
+@cute.jit
+def peek_half(address: Int64):
+    """The bits of one bf16."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 h; ld.relaxed.gpu.global.b16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def insist_half(address: Int64, x: Uint32, op: cutlass.Constexpr):
+    turns = Int32(0)
+    while x == Uint32(0xFFFF) and (op.spin == 0 or turns < op.spin):
+        x = peek_half(address)
+        turns += 1
+    return low(x)
+
+
+@cute.jit
+def gathered_from(
+    c: Ctx, start: Int64, layer: Int32, rY: cute.Tensor, own: cutlass.Constexpr, op: cutlass.Constexpr
+):  # fmt: skip
+    """rY words [4, per]: the first `own` columns from a box, the others as they came from other ranks."""
+    g = op.wide
+    for v in cutlass.range_constexpr(g.per):
+        i = vector(c, v, g)
+        if i < own // 8:
+            peek(start + Int64(i) * 16, rY[None, v])
+        elif i < g.vecs:
+            if cutlass.const_expr(own < op.d.hidden):
+                words_at(field(c, layer, F["remote_delta"], COUNT), i - own // 8, rY[None, v])
+    for v in cutlass.range_constexpr(g.per):
+        i = vector(c, v, g)
+        if i < own // 8:
+            insist(start + Int64(i) * 16, rY[None, v], 2, op)
+
+
+@cute.jit
+def ahead(c: Ctx, address: Int64, n: Int32, most_: cutlass.Constexpr, op: cutlass.Constexpr):
+    """This thread's f32 of `n` at an address (at most `most_`), on their way before they are wanted."""
+    turns = -(-most_ // op.threads)
+    r = cute.make_rmem_tensor(cute.make_layout((turns,)), Float32)
+    r.fill(0.0)
+    for k in cutlass.range_constexpr(turns):
+        i = c.tid + k * op.threads
+        if i < n:
+            pointer = cute.make_ptr(
+                Float32, address + Int64(i) * 4, cute.AddressSpace.gmem, assumed_align=4
+            )
+            r[k] = cute.make_tensor(pointer, cute.make_layout((1,)))[0]
+    return r
 
 
 # ---- producer

@@ -8,17 +8,28 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import lanes_sum, pack_bf16, round_bf16, sigmoid, silu
 from targets.kimi_k3.seeds.persistent.device import (
+    KDAS,
+    LAYERS,
     Ctx,
-    arrive,
+    ahead,
     at,
+    box,
     consumers,
     drain,
     field,
     fill,
     gathered,
+    hint,
+    insist,
+    insist_half,
+    peek,
+    peek_half,
+    post,
+    turn_of,
     unpack,
     vector,
     view,
@@ -26,7 +37,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.plan import most, share
 
 HEAD = 128
 
@@ -90,7 +101,9 @@ def channel(c: Ctx, p: Place, i: Int32, op: cutlass.Constexpr):
 
 @cute.jit
 def load_early(c: Ctx, layer: Int32, p: Place, op: cutlass.Constexpr):
+    """Ends with all taps used, in sU: others may shift them after the next edge."""
     d = op.d
+    sU = view(c, Float32, 0, 3 * HEAD)
     turns, looks = -(-op.state_rows // op.warps), -(-HEAD // (2 * op.warps))
     rS = cute.make_rmem_tensor(cute.make_layout((4, turns)), Float32)
     rF = cute.make_rmem_tensor(cute.make_layout((4, looks)), Uint32)
@@ -122,6 +135,8 @@ def load_early(c: Ctx, layer: Int32, p: Place, op: cutlass.Constexpr):
                 rT[k] = gTap[3 * d.kda_dim * k + ch]
             gConv = at(Float32, field(c, layer, F["conv"], COUNT), 12 * d.kda_dim)
             cute.autovec_copy(cute.local_tile(gConv, (4,), (ch,)), rC)
+            u = rT[0].to(Float32) * rC[0] + rT[1].to(Float32) * rC[1]
+            sU[c.tid] = u + rT[2].to(Float32) * rC[2]
         rate = cute.math.exp(at(Float32, field(c, layer, F["A_log"], COUNT), d.kda_heads)[p.head])
         if c.tid < HEAD:
             bias = at(Float32, field(c, layer, F["dt_bias"], COUNT), d.kda_dim)[
@@ -136,34 +151,33 @@ def update(
     layer: Int32,
     p: Place,
     s: State,
-    mY: cute.Tensor,
-    mO: cute.Tensor,
+    turn: Int32,
     op: cutlass.Constexpr,
 ):
-    """From the projection mY to o of this CTA's rows, mO f32 [D]; writes the state and the taps."""
+    """From the projection to o of this CTA's rows, both in boxes; writes the state and the taps."""
     d = op.d
+    proj = box(c, "proj", turn, op)
     if p.head >= 0:
         sU = view(c, Float32, 0, 3 * HEAD)
         sRaw = view(c, Float32, 3 * HEAD * 4, HEAD)
         live = p.slot > 0
         if c.tid < 2 * HEAD + p.count:
             ch = channel(c, p, c.tid, op)
-            x = mY[ch]
-            u = s.taps[0].to(Float32) * s.conv[0] + s.taps[1].to(Float32) * s.conv[1]
-            u += s.taps[2].to(Float32) * s.conv[2] + x.to(Float32) * s.conv[3]
-            sU[c.tid] = silu(u)
+            x = insist_half(proj + Int64(ch) * 2, peek_half(proj + Int64(ch) * 2), op)
+            sU[c.tid] = silu(sU[c.tid] + x * s.conv[3])
             if live and (p.slice == 0 or c.tid >= 2 * HEAD):
                 taps = field(c, layer, F["state_conv"], COUNT) + Int64(p.slot) * (18 * d.kda_dim)
                 gTap = at(BFloat16, taps, 9 * d.kda_dim)
                 gTap[ch] = s.taps[1]
                 gTap[3 * d.kda_dim + ch] = s.taps[2]
-                gTap[6 * d.kda_dim + ch] = x
-        rA = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
+                gTap[6 * d.kda_dim + ch] = x.to(BFloat16)
+        rA = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
         rAf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
         rFf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-        cute.autovec_copy(cute.local_tile(mY, (8,), (d.kda_dim // 2 + c.lane % 16,)), rA)
-        for e in cutlass.range_constexpr(8):
-            rAf[e] = rA[e].to(Float32)
+        f_a = proj + Int64(8 * d.kda_dim) + Int64(c.lane % 16) * 16
+        peek(f_a, rA)
+        insist(f_a, rA, 2, op)
+        unpack(rA, rAf)
         for j in cutlass.range_constexpr(-(-HEAD // (2 * op.warps))):
             row = (c.warp + j * op.warps) * 2 + c.lane // 16
             unpack(s.f_b[None, j], rFf)
@@ -178,8 +192,9 @@ def update(
             gate = sigmoid(s.rate * (sRaw[c.tid] + s.bias))
             sRaw[c.tid] = cute.math.exp(-5.0 * gate)
         consumers(op)
-        beta = sigmoid(mY[4 * d.kda_dim + HEAD + p.head].to(Float32))
-        rows_update(c, layer, p, s, (sU, sRaw, beta), mO, op)
+        b = proj + Int64(8 * d.kda_dim + 2 * HEAD) + Int64(p.head) * 2
+        beta = sigmoid(insist_half(b, peek_half(b), op))
+        rows_update(c, layer, p, s, (sU, sRaw, beta), turn, op)
     else:
         consumers(op)
         consumers(op)
@@ -187,7 +202,7 @@ def update(
 
 @cute.jit
 def rows_update(
-    c: Ctx, layer: Int32, p: Place, s: State, given: tuple, mO: cute.Tensor, op: cutlass.Constexpr
+    c: Ctx, layer: Int32, p: Place, s: State, given: tuple, turn: Int32, op: cutlass.Constexpr
 ):
     sU, sDecay, beta = given
     rQ = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
@@ -221,43 +236,47 @@ def rows_update(
                 o += s.rows[e, j] * rQ[e]
             o = lanes_sum(o, 32)
             if c.lane == 0:
-                mO[p.head * HEAD + p.first + row] = o
+                post(c, "o", turn, p.head * HEAD + p.first + row, o, op)
             if p.slot > 0:
                 gRow = at(Float32, state + Int64((p.head * HEAD + p.first + row) * 512), HEAD)
                 cute.autovec_copy(s.rows[None, j], cute.local_tile(gRow, (4,), (c.lane,)))
 
 
 @cute.jit
-def gated(
-    c: Ctx,
-    layer: Int32,
-    slot: Int32,
-    mY: cute.Tensor,
-    mO: cute.Tensor,
-    rX: cute.Tensor,
-    op: cutlass.Constexpr,
-):
+def gated(c: Ctx, layer: Int32, slot: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
     """rX words [4, 1] = bf(RMS(o; o_norm) * sg(g)) of this thread's eight columns; a head is sixteen lanes."""
     d, g = op.d, op.rows(op.d.kda_dim)
     i = vector(c, 0, g)
+    rW = cute.make_rmem_tensor(cute.make_layout((4, 2)), Uint32)
     rO = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-    rG = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
+    rG = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    rGf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
     rN = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
     rNf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-    rO.fill(0.0)
-    rG.fill(0.0)
+    rW.fill(0)
+    rG.fill(0)
+    o = box(c, "o", turn, op) + Int64(i) * 32
+    gate = box(c, "proj", turn, op) + Int64(6 * d.kda_dim) + Int64(i) * 16
     if i < g.vecs:
-        cute.autovec_copy(cute.local_tile(mO, (8,), (i,)), rO)
-        cute.autovec_copy(cute.local_tile(mY, (8,), (3 * d.kda_dim // 8 + i,)), rG)
+        peek(o, rW[None, 0])
+        peek(o + 16, rW[None, 1])
+        peek(gate, rG)
     words_at(field(c, layer, F["o_norm"], COUNT), i % 16, rN)
+    if i < g.vecs:
+        insist(o, rW[None, 0], 4, op)
+        insist(o + 16, rW[None, 1], 4, op)
+        insist(gate, rG, 2, op)
     unpack(rN, rNf)
+    unpack(rG, rGf)
+    for e in cutlass.range_constexpr(8):
+        rO[e] = rW[e % 4, e // 4].bitcast(Float32)
     square = Float32(0.0)
     for e in cutlass.range_constexpr(8):
         square += rO[e] * rO[e]
     scale = cute.math.rsqrt(lanes_sum(square, 16) / HEAD + d.eps)
     for e in cutlass.range_constexpr(4):
-        a = rO[2 * e] * scale * rNf[2 * e] * sigmoid(rG[2 * e].to(Float32))
-        b = rO[2 * e + 1] * scale * rNf[2 * e + 1] * sigmoid(rG[2 * e + 1].to(Float32))
+        a = rO[2 * e] * scale * rNf[2 * e] * sigmoid(rGf[2 * e])
+        b = rO[2 * e + 1] * scale * rNf[2 * e + 1] * sigmoid(rGf[2 * e + 1])
         y = pack_bf16(a, b)
         rX[e, 0] = y if slot > 0 else Uint32(0)
 
@@ -266,33 +285,40 @@ def gated(
 def kda(
     c: Ctx,
     layer: Int32,
-    it: Int32,
-    edge: Int32,
+    number: Int32,
+    at_: tuple,
     rX: cute.Tensor,
     slots: cute.Tensor,
-    ws: Any,
+    y: Any,
     op: cutlass.Constexpr,
 ):
-    """ws.attn = a of a KDA layer, complete at the next edge."""
+    """The box attn (and y, where given) = a of a KDA layer, number `number` of the launch; not hinted at yet."""
+    it, edge = at_
     d = op.d
+    turn = turn_of(c, number, KDAS)
     p = place(c, slots, op)
     first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
+    timeline.mark(c.track, "in_proj", layer)
+    state = load_early(c, layer, p, op)
     it = drain(c, it, n, Int32(0), rX, op.wide, op)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        ws.proj[first + i] = gathered(c, i, op.wide.width).to(BFloat16)
-    state = load_early(c, layer, p, op)
-    arrive(c, op)
+        post(c, "proj", turn, first + i, gathered(c, i, op.wide.width), op)
+    hint(c, op)
     edge += 1
-    wait(c, edge, op)
-    update(c, layer, p, state, ws.proj, ws.o, op)
-    arrive(c, op)
+    timeline.mark(c.track, "edge proj", layer, kind="edge")
+    wait(c, edge, op, acquire=False)
+    timeline.mark(c.track, "update", layer)
+    update(c, layer, p, state, turn, op)
+    hint(c, op)
     edge += 1
-    wait(c, edge, op)
+    timeline.mark(c.track, "edge o", layer, kind="edge")
+    wait(c, edge, op, acquire=False)
+    timeline.mark(c.track, "o_proj", layer)
     g = op.rows(d.kda_dim)
     rO = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    gated(c, layer, p.slot, ws.proj, ws.o, rO, op)
-    it = out_projection(c, layer, it, rO, ws, g, op)
+    gated(c, layer, p.slot, turn, rO, op)
+    it = out_projection(c, layer, it, rO, y, g, op)
     return it, edge
 
 
@@ -302,21 +328,26 @@ def out_projection(
     layer: Int32,
     it: Int32,
     rO: cute.Tensor,
-    ws: Any,
+    y: Any,
     g: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """ws.attn = bf(bf(x W_o^T) + the others' partials) of this CTA's rows."""
+    """The box attn (and y, where given) = bf(bf(x W_o^T) + the others' partials) of this CTA's rows."""
     d = op.d
+    turn = turn_of(c, layer, LAYERS)
     first, n = share(d.hidden, c.cta, op.ctas)
+    if cutlass.const_expr(d.ranks > 1):
+        remote = field(c, layer, F["remote_attn"], COUNT) + Int64(first) * 4
+        rRemote = ahead(c, remote, n, most(d.hidden, op.ctas), op)
     it = drain(c, it, n, Int32(0), rO, g, op)
     consumers(op)
-    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        y = gathered(c, i, g.width)
-        if cutlass.const_expr(d.ranks > 1):
-            y = (
-                round_bf16(y)
-                + at(Float32, field(c, layer, F["remote_attn"], COUNT), d.hidden)[first + i]
-            )
-        ws.attn[first + i] = y.to(BFloat16)
+    for k in cutlass.range_constexpr(-(-most(d.hidden, op.ctas) // op.threads)):
+        i = c.tid + k * op.threads
+        if i < n:
+            total = gathered(c, i, g.width)
+            if cutlass.const_expr(d.ranks > 1):
+                total = round_bf16(total) + rRemote[k]
+            post(c, "attn", turn, first + i, total, op)
+            if cutlass.const_expr(y is not None):
+                y[first + i] = total.to(BFloat16)
     return it

@@ -7,18 +7,18 @@ It cannot hang: every CTA arrives at an edge before it waits for it and waits fo
 waits only for stages that its own CTA's consumers give back in order.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Uint32
+from kernelgen import timeline
 
-from targets.kimi_k3.seeds.persistent.chain import load_sum, prefetch_vectors, shape
-from targets.kimi_k3.seeds.persistent.device import Ctx, arrive, at, field, leave, wait
+from targets.kimi_k3.seeds.persistent.chain import add_before, load_x0, prefetch_vectors, shape
+from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, hint, leave, wait
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors
 from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda
-from targets.kimi_k3.seeds.persistent.setup import open_cta
+from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
@@ -40,53 +40,70 @@ def produce(c: Ctx, op: cutlass.Constexpr):
 
 
 @cute.jit
-def consume(c: Ctx, slots: cute.Tensor, proj: cute.Tensor, mO: cute.Tensor, op: cutlass.Constexpr):
+def consume(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
     d = op.d
     rX = cute.make_rmem_tensor(cute.make_layout((4, op.wide.per)), Uint32)
     rX.fill(0)
     it, edge = Int32(0), Int32(0)
     for layer in cutlass.range(d.layers, unroll=1):
+        load_x0(c, layer, rX, op)
         if layer > 0:
             edge += 1
-            wait(c, edge, op)
-        load_sum(c, layer, rX, d.hidden, op)
+            timeline.mark(c.track, "edge y", layer, kind="edge")
+            wait(c, edge, op, acquire=False)
+        timeline.mark(c.track, "sum", layer)
+        add_before(c, layer, rX, d.hidden, op)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.hidden)
-        it, edge = kda(c, layer, it, edge, rX, slots, SimpleNamespace(proj=proj, o=mO, attn=y), op)
-        arrive(c, op)
+        it, edge = kda(c, layer, layer, (it, edge), rX, slots, y, op)
+        hint(c, op)
     edge += 1
+    timeline.mark(c.track, "edge y", d.layers, kind="edge")
     wait(c, edge, op)
-    leave(c, edge, Int32(0), op)
+    timeline.end(c.track)
+    leave(c, edge, (Int32(0), Int32(d.layers), Int32(d.layers)), op)
 
 
 @cute.kernel
 def chain_kernel(
-    layers: tuple, slots: cute.Tensor, space: Any, mSync: cute.Tensor, names: cutlass.Constexpr, op: cutlass.Constexpr
-):  # fmt: skip
-    """Grid (ctas), cooperative; op.warps consumer warps and one producer warp. space = (proj, o)."""
-    c = open_cta(layers, mSync, names, (0,) * op.d.layers, op)
+    layers: tuple,
+    slots: cute.Tensor,
+    mMail: cute.Tensor,
+    mSync: cute.Tensor,
+    phases: Any,
+    names: cutlass.Constexpr,
+    op: cutlass.Constexpr,
+):
+    """Grid (ctas), cooperative; op.warps consumer warps and one producer warp."""
+    c = open_cta(layers, mSync, mMail, phases, names, (0,) * op.d.layers, op)
     if c.warp == op.warps:
         if c.lane == 0:
             produce(c, op)
     else:
-        consume(c, slots, space[0], space[1], op)
+        consume(c, slots, op)
 
 
 def workspace(dims, cfg):
     return {
-        "proj": ("bf16", (dims.in_proj_rows,), "undefined", "step"),
-        "o": ("f32", (dims.kda_dim,), "undefined", "step"), "sync": ("i32", (128,), "zero", "persistent"),
-    }  # fmt: skip
+        "mail": ("u32", (shape(dims, cfg).mail_words,), "undefined", "persistent"),
+        "sync": ("i32", (128,), "zero", "persistent"),
+    }
+
+
+@cute.jit
+def prepare(t, cfg, stream):
+    empty_boxes(t.workspace.mail, stream)
 
 
 @cute.jit
 def step(t, cfg, stream):
     """y_i = a of the KDA layer on x_i = bf(inputs.x[i] + y_{i-1}), o_proj and its all-reduce included."""
     op = shape(cfg.dims, cfg)
-    w = t.workspace
     found = [chain_tensors(t, n, cfg.dims) for n in range(cfg.dims.layers)]
+    names = tuple(tuple(x) for x in found)
+    tensors = tuple(tuple(x.values()) for x in found)
+    w = t.workspace
     chain_kernel(
-        tuple(tuple(x.values()) for x in found), t.inputs.slots, (w.proj, w.o), w.sync,
-        tuple(tuple(x) for x in found), op,
+        tensors, t.inputs.slots, w.mail, w.sync, timeline.buffer(t, cfg), names, op
     ).launch(
         grid=(op.ctas, 1, 1), block=(op.threads + 32, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1,
     )  # fmt: skip

@@ -34,7 +34,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.moe import load_x, normalise
+from targets.kimi_k3.seeds.persistent.moe import load_norm, load_x, normalise
 from targets.kimi_k3.seeds.persistent.plan import most, share
 
 
@@ -125,8 +125,9 @@ def normed(
     op: cutlass.Constexpr,
 ):
     """rX words [4, per] = bf(RMS(x; norm)) of this thread's columns."""
+    rN = load_norm(c, norm, g)
     load_x(c, mX, rX, g)
-    normalise(c, rX, norm, g, op)
+    normalise(c, rX, rN, g, op)
     consumers(op)
 
 

@@ -5,14 +5,17 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
+from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import high, lanes_sum, low, pack_bf16, round_bf16, sigmoid, situ
-from targets.kimi_k3.seeds.latent_moe import pair_up
+from targets.kimi_k3.seeds.latent_moe import expand, pair_up, scale_word
 from targets.kimi_k3.seeds.persistent.device import (
     ROUTE,
     Ctx,
+    ahead,
     arrive,
     at,
+    box,
     bulk,
     consumers,
     diagonal,
@@ -22,19 +25,24 @@ from targets.kimi_k3.seeds.persistent.device import (
     fill,
     fill_pairs,
     gathered,
+    hint,
+    insist,
     mma_rows,
+    peek,
+    post,
     put,
     stage_done,
     stage_free,
     stage_full,
     take,
+    turn_of,
     vector,
     view,
     wait,
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
+from targets.kimi_k3.seeds.persistent.plan import STRIDE, most, share
 from targets.kimi_k3.seeds.router import order_key
 
 CODE_SCALE = 2.0**62
@@ -42,16 +50,10 @@ CODE_SCALE = 2.0**62
 
 
 class Space(NamedTuple):
-    """Activations between CTAs, global: proj, attn, latent, hs, h, z, delta bf16; o, logits f32."""
+    """Plain buffers between CTAs, bf16, global: proj of MLA, hs and delta of dense FFNs; mla: MlaSpace."""
 
     proj: Any
-    o: Any
-    attn: Any
-    logits: Any
-    latent: Any
     hs: Any
-    h: Any
-    z: Any
     delta: Any
     mla: Any
 
@@ -132,8 +134,11 @@ def fill_down(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
 def fill_moe(c: Ctx, layer: Int32, it: Int32, turn: Int32, op: cutlass.Constexpr):
     """All of one FFN; waits for the routing, number `turn` of the launch, before the routed experts."""
     d = op.d
+    timeline.mark(c.brought, "bring front", layer)
     it = fill_front(c, layer, it, op)
+    timeline.mark(c.brought, "routing", layer, kind="wait")
     cute.arch.mbarrier_wait(c.routed, turn & 1)
+    timeline.mark(c.brought, "bring experts", layer)
     it = fill_up(c, layer, it, op)
     it = fill_down(c, layer, it, op)
     g = op.rows(d.latent)
@@ -160,10 +165,10 @@ def fill_dense(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
 
 @cute.jit
 def situ_pair(c: Ctx, row: Int32, width: cutlass.Constexpr):
-    """bf(SiTU(bf(gate), bf(up))) of the pair whose gate row is `row`."""
+    """SiTU(bf(gate), bf(up)) of the pair whose gate row is `row`."""
     gate = round_bf16(gathered(c, row, width))
     up = round_bf16(gathered(c, row + 1, width))
-    return situ(gate, up).to(BFloat16)
+    return situ(gate, up)
 
 
 @cute.jit
@@ -177,7 +182,7 @@ def dense(
     it = drain(c, it, n, Int32(0), rX, g, op)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        ws.hs[first + i] = situ_pair(c, 2 * i, g.width)
+        ws.hs[first + i] = situ_pair(c, 2 * i, g.width).to(BFloat16)
     arrive(c, op)
     edge += 1
     wait(c, edge, op)
@@ -209,15 +214,40 @@ def load_x(c: Ctx, mX: cute.Tensor, rX: cute.Tensor, g: cutlass.Constexpr):
 
 
 @cute.jit
-def normalise(c: Ctx, rX: cute.Tensor, norm: Int64, g: cutlass.Constexpr, op: cutlass.Constexpr):
-    """rX words [4, per] <- bf(RMS(x; norm)); a barrier inside."""
-    rN = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    rN.fill(0)
-    square = Float32(0.0)
+def load_box(
+    c: Ctx, name: cutlass.Constexpr, turn: Int32, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr
+):  # fmt: skip
+    """As `load_x` from a box: all loads before the first look at one."""
+    start = box(c, name, turn, op)
+    for v in cutlass.range_constexpr(g.per):
+        rX[None, v].fill(0)
+        i = vector(c, v, g)
+        if i < g.vecs:
+            peek(start + Int64(i) * 16, rX[None, v])
     for v in cutlass.range_constexpr(g.per):
         i = vector(c, v, g)
         if i < g.vecs:
-            words_at(norm, i, rN[None, v])
+            insist(start + Int64(i) * 16, rX[None, v], 2, op)
+
+
+@cute.jit
+def load_norm(c: Ctx, norm: Int64, g: cutlass.Constexpr):
+    """This thread's words [4, per] of a norm's weights."""
+    rN = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rN.fill(0)
+    for v in cutlass.range_constexpr(g.per):
+        if vector(c, v, g) < g.vecs:
+            words_at(norm, vector(c, v, g), rN[None, v])
+    return rN
+
+
+@cute.jit
+def normalise(
+    c: Ctx, rX: cute.Tensor, rN: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """rX words [4, per] <- bf(RMS(x; norm)); a barrier inside."""
+    square = Float32(0.0)
+    for v in cutlass.range_constexpr(g.per):
         for e in cutlass.range_constexpr(4):
             a, b = low(rX[e, v]), high(rX[e, v])
             square += a * a + b * b
@@ -231,19 +261,19 @@ def normalise(c: Ctx, rX: cute.Tensor, norm: Int64, g: cutlass.Constexpr, op: cu
 
 
 @cute.jit
-def router(c: Ctx, layer: Int32, it: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr):
+def router(c: Ctx, turn: Int32, it: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
     """This CTA's logits."""
     first, n = share(op.d.router_rows, c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rX, op.wide, op)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        ws.logits[first + i] = gathered(c, i, op.wide.width)
+        post(c, "logits", turn, first + i, gathered(c, i, op.wide.width), op)
     return it
 
 
 @cute.jit
-def front(c: Ctx, layer: Int32, it: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr):
-    """Latent and the shared expert's hidden vector, this CTA's share. Starts behind an `arrive`, which is a barrier."""
+def front(c: Ctx, turn: Int32, it: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
+    """Latent and the shared expert's hidden vector, this CTA's share. Starts behind a `hint`, which is a barrier."""
     d, g = op.d, op.wide
     first_l, n_l = share(d.latent_rows, c.cta, op.ctas)
     first_s, n_s = share(d.shared_dim, c.cta, op.ctas)
@@ -252,82 +282,136 @@ def front(c: Ctx, layer: Int32, it: Int32, rX: cute.Tensor, ws: Space, op: cutla
     consumers(op)
     for i in cutlass.range(c.tid, n_l + n_s, op.threads, unroll=1):
         if i < n_l:
-            ws.latent[first_l + i] = gathered(c, i, g.width).to(BFloat16)
+            post(c, "latent", turn, first_l + i, gathered(c, i, g.width), op)
         else:
             j = i - n_l
-            ws.hs[first_s + j] = situ_pair(c, n_l + 2 * j, g.width)
+            post(c, "hs", turn, first_s + j, situ_pair(c, n_l + 2 * j, g.width), op)
     return it
 
 
 @cute.jit
-def logit(c: Ctx, layer: Int32, e: Int32, ws: Space, op: cutlass.Constexpr):
-    x = Float32(0.0)
+def logit_at(c: Ctx, layer: Int32, e: Int32, turn: Int32, op: cutlass.Constexpr):
+    """Where the logit of expert e is: in its box or, sharded, among those of other ranks."""
+    found = box(c, "logits", turn, op) + Int64(e) * 4
     if cutlass.const_expr(op.d.router_sharded and op.d.ranks > 1):
         own = op.d.router_rows
-        if e < own:
-            x = ws.logits[e]
-        else:
-            x = at(Float32, field(c, layer, F["remote_logits"], COUNT), op.d.experts - own)[e - own]
-    else:
-        x = ws.logits[e]
+        if e >= own:
+            found = field(c, layer, F["remote_logits"], COUNT) + Int64(e - own) * 4
+    return found
+
+
+@cute.jit
+def peek_word(address: Int64):
+    return cute.arch.inline_ptx(
+        "ld.relaxed.gpu.global.f32 {$w0}, [{$r0}];",
+        write_only_types=[Float32],
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def insist_word(address: Int64, x: Float32, op: cutlass.Constexpr):
+    turns = Int32(0)
+    while x.bitcast(Uint32) == Uint32(0xFFFFFFFF) and (op.spin == 0 or turns < op.spin):
+        x = peek_word(address)
+        turns += 1
     return x
 
 
 @cute.jit
-def choose(c: Ctx, layer: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Constexpr):
-    """c.ids, c.weights = the routing, made by every CTA: each warp sorts out its own best, then they are ranked."""
+def topk_th(c: Ctx, sBest: cute.Tensor, n: cutlass.Constexpr, topk: cutlass.Constexpr):
+    """The topk-th largest of n <= 32 keys, 0 if fewer are not; by every warp for itself."""
+    mine = Uint32(0)
+    if c.lane < n:
+        mine = Uint32(sBest[c.lane])
+    ahead = Int32(0)
+    for k in cutlass.range_constexpr(n):
+        rival = cute.arch.shuffle_sync(mine, k)
+        ahead += Int32(1) if rival > mine or (rival == mine and k < c.lane) else Int32(0)
+    found = mine if ahead == topk - 1 and c.lane < n else Uint32(0)
+    return cute.arch.warp_redux_sync(found, "max")
+
+
+@cute.jit
+def load_bias(c: Ctx, layer: Int32, op: cutlass.Constexpr):
+    """The biases of this thread's experts."""
+    each = -(-op.d.experts // op.warps)
+    slots = -(-each // 32)
+    gBias = at(Float32, field(c, layer, F["router_bias"], COUNT), op.d.experts)
+    rBias = cute.make_rmem_tensor(cute.make_layout((slots,)), Float32)
+    rBias.fill(0.0)
+    for j in cutlass.range_constexpr(slots):
+        e = c.warp * each + c.lane + 32 * j
+        if c.lane + 32 * j < each and e < op.d.experts:
+            rBias[j] = gBias[e]
+    return rBias
+
+
+@cute.jit
+def choose(
+    c: Ctx, layer: Int32, turn: Int32, rBias: cute.Tensor, mIds: cute.Tensor, op: cutlass.Constexpr
+):
+    """c.ids, c.weights = the routing, made by every CTA for itself."""
     d = op.d
     each = -(-d.experts // op.warps)
     slots = -(-each // 32)
-    best_of = min(d.topk, each)
     gBias = at(Float32, field(c, layer, F["router_bias"], COUNT), d.experts)
     first = c.warp * each + c.lane
     rKey = cute.make_rmem_tensor(cute.make_layout((slots,)), Uint32)
+    rLogit = cute.make_rmem_tensor(cute.make_layout((slots,)), Float32)
+    rLogit.fill(0.0)
+    for j in cutlass.range_constexpr(slots):
+        e = first + 32 * j
+        if c.lane + 32 * j < each and e < d.experts:
+            rLogit[j] = peek_word(logit_at(c, layer, e, turn, op))
     for j in cutlass.range_constexpr(slots):
         e = first + 32 * j
         rKey[j] = Uint32(0)
         if c.lane + 32 * j < each and e < d.experts:
-            rKey[j] = order_key(sigmoid(logit(c, layer, e, ws, op)) + gBias[e])
-    candidates = op.warps * best_of
-    padded = -(-candidates // 8) * 8
-    sKey = view(c, Uint32, 0, padded)
-    sId = view(c, Int32, 4 * padded, candidates)
-    if c.tid < padded - candidates:
-        sKey[candidates + c.tid] = Uint32(0)
-    for rank in cutlass.range(best_of, unroll=1):
-        mine = rKey[0]
+            x = insist_word(logit_at(c, layer, e, turn, op), rLogit[j], op)
+            rKey[j] = order_key(sigmoid(x) + rBias[j])
+    # of the best few of every warp the topk-th is a bound; what reaches it are few, and these are ranked
+    few = -(-d.topk // op.warps)
+    sBest = view(c, Uint32, 0, op.warps * few)
+    sCount = view(c, Int32, 4 * 32, 1)
+    sKey = view(c, Uint32, 4 * 36, d.experts)
+    sId = view(c, Int32, 4 * 36 + 4 * d.experts, d.experts)
+    if c.tid == 0:
+        sCount[0] = Int32(0)
+    mine = cute.make_rmem_tensor(cute.make_layout((slots,)), Uint32)
+    for j in cutlass.range_constexpr(slots):
+        mine[j] = rKey[j]
+    for rank in cutlass.range_constexpr(few):
+        best = mine[0]
         for j in cutlass.range_constexpr(1, slots):
-            mine = rKey[j] if rKey[j] > mine else mine
-        best = cute.arch.warp_redux_sync(mine, "max")
-        found = Int32(0x7FFFFFFF)
-        for j in cutlass.range_constexpr(slots - 1, -1, -1):
-            found = first + 32 * j if rKey[j] == best else found
-        expert = cute.arch.warp_redux_sync(found, "min")
+            best = mine[j] if mine[j] > best else best
+        top = cute.arch.warp_redux_sync(best, "max")
+        # equal keys leave together: the bound only gets lower
         for j in cutlass.range_constexpr(slots):
-            rKey[j] = Uint32(0) if first + 32 * j == expert else rKey[j]
+            mine[j] = Uint32(0) if mine[j] == top else mine[j]
         if c.lane == 0:
-            sKey[c.warp * best_of + rank] = best
-            sId[c.warp * best_of + rank] = expert
+            sBest[c.warp * few + rank] = top
     consumers(op)
-    # two threads rank a candidate against half of the others each; of equal keys the earlier one has the lower id
-    rRival = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    half = c.tid % 2
-    for start in cutlass.range(0, candidates, op.threads // 2, unroll=1):
-        i = start + c.tid // 2
-        safe = i if i < candidates else 0
+    bound = topk_th(c, sBest, op.warps * few, d.topk)
+    for j in cutlass.range_constexpr(slots):
+        if rKey[j] >= bound and rKey[j] > Uint32(0):
+            place = cute.arch.inline_ptx(
+                "atom.shared.add.u32 {$w0}, [{$r0}], 1;",
+                write_only_types=[Int32], read_only_args=[Int32(sCount.iterator.toint())],
+            )  # fmt: skip
+            sKey[place], sId[place] = rKey[j], first + 32 * j
+    consumers(op)
+    count = sCount[0]
+    for i in cutlass.range(c.tid, count, op.threads, unroll=1):
         # a tensor over a recast pointer forgets that it is unsigned
-        key = Uint32(sKey[safe])
+        key, expert = Uint32(sKey[i]), sId[i]
         rank = Int32(0)
-        for k in cutlass.range(padded // 8, unroll=7):
-            at_ = half * (padded // 2) + 4 * k
-            for e in cutlass.range_constexpr(4):
-                rRival[e] = Uint32(sKey[at_ + e])
-            for e in cutlass.range_constexpr(4):
-                ahead = rRival[e] > key or (rRival[e] == key and at_ + e < i)
-                rank += Int32(1) if ahead else Int32(0)
-        rank += cute.arch.shuffle_sync_bfly(rank, offset=1)
-        if half == 0 and i < candidates and rank < d.topk and key > Uint32(0):
-            c.ids[rank] = sId[i]
+        for k in cutlass.range(count, unroll=4):
+            rival = Uint32(sKey[k])
+            ahead = rival > key or (rival == key and sId[k] < expert)
+            rank += Int32(1) if ahead else Int32(0)
+        if rank < d.topk:
+            c.ids[rank] = expert
     consumers(op)
     if c.tid == 0:
         cute.arch.mbarrier_arrive(c.routed)
@@ -336,7 +420,8 @@ def choose(c: Ctx, layer: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Const
         e = Int32(0)
         if c.lane < d.topk:
             e = c.ids[c.lane]
-            s = sigmoid(logit(c, layer, e, ws, op))
+            x = peek_word(logit_at(c, layer, e, turn, op))
+            s = sigmoid(insist_word(logit_at(c, layer, e, turn, op), x, op))
             z = s + gBias[e]
             s = Float32(0.0) if z != z else s
         total = lanes_sum(s, 32) + Float32(1e-20)
@@ -347,7 +432,7 @@ def choose(c: Ctx, layer: Int32, ws: Space, mIds: cute.Tensor, op: cutlass.Const
 
 
 @cute.jit
-def shared_down(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
+def shared_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Constexpr):
     """c.own = bf(shared partial + the others') of the columns whose up-projection this CTA makes; the rest is sent.
 
     Ends with a barrier: the experts' sums go where these were.
@@ -355,21 +440,23 @@ def shared_down(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexp
     d = op.d
     g = op.rows(d.shared_dim)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    load_x(c, ws.hs, rX, g)
     first, n = share(d.hidden_local, c.cta, op.ctas)
+    if cutlass.const_expr(d.hidden > d.hidden_local):
+        remote = field(c, layer, F["remote_shared"], COUNT) + Int64(first) * 4
+        rRemote = ahead(c, remote, n, most(d.hidden_local, op.ctas), op)
+    load_box(c, "hs", turn, rX, g, op)
     it = drain(c, it, n, Int32(0), rX, g, op)
     if cutlass.const_expr(d.hidden > d.hidden_local):
         first_s, n_s = share(d.hidden - d.hidden_local, c.cta, op.ctas)
         it = drain(c, it, n_s, n, rX, g, op)
         consumers(op)
         gSend = at(BFloat16, field(c, layer, F["send"], COUNT), d.hidden - d.hidden_local)
-        gRemote = at(Float32, field(c, layer, F["remote_shared"], COUNT), d.hidden_local)
-        for i in cutlass.range(c.tid, n + n_s, op.threads, unroll=1):
-            y = round_bf16(gathered(c, i, g.width))
+        for k in cutlass.range_constexpr(-(-most(d.hidden_local, op.ctas) // op.threads)):
+            i = c.tid + k * op.threads
             if i < n:
-                c.own[i] = round_bf16(y + gRemote[first + i])
-            else:
-                gSend[first_s + i - n] = y.to(BFloat16)
+                c.own[i] = round_bf16(round_bf16(gathered(c, i, g.width)) + rRemote[k])
+        for i in cutlass.range(c.tid, n_s, op.threads, unroll=1):
+            gSend[first_s + i] = gathered(c, n + i, g.width).to(BFloat16)
     else:
         consumers(op)
         for i in cutlass.range(c.tid, n, op.threads, unroll=1):
@@ -379,211 +466,227 @@ def shared_down(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexp
 
 
 @cute.jit
-def expand_codes(word: Uint32):
-    """Eight codes -> four bf16 pairs, codes (j, j + 4) in pair j: value x 2^-62, exact.
+def group(c: Ctx, at_code: Int32, at_scale: Int32):
+    """(codes, scale) of one group of 32: four words from the ring, 16 bytes times `at_code` in, and their factor."""
+    rW = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    cute.autovec_copy(cute.local_tile(c.ring, (4,), (at_code,)), rW)
+    byte = cute.recast_tensor(c.ring, Uint8)[at_scale]
+    return rW, scale_word(Uint32(byte) & Uint32(0xFF))
 
-    The three low bits of E2M1 land on bf16's lowest exponent bits and highest mantissa bit, value x 2^-126; the product
-    with 2^64 makes normal numbers of them.
+
+@cute.jit
+def groups_times(rC: cute.Tensor, a: tuple, b: tuple, rX: cute.Tensor):
+    """rC += a group of row a and one of row b times the same 32 columns of x, rX words [4, 4]; times 2^-62."""
+    for i in cutlass.range_constexpr(4):
+        mma_rows(rC, expand(a[0][i], a[1]), expand(b[0][i], b[1]), rX[None, i])
+
+
+@cute.jit
+def experts_up(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Constexpr):
+    """h [slot, row] = bf(SiTU(w1 layer, w3 layer)) of this CTA's pairs of rows. A warp has a pair, a lane whole groups.
+
+    Pairs are dealt to warps in turn without regard to stages, so that those without a pair in one stage are at work in
+    the next.
     """
-    return cute.arch.inline_ptx(
-        """{
-        .reg .b32 m, s, k;
-        mov.b32 k, 0x5F805F80;
-        shl.b32 m, {$r0}, 6;  and.b32 m, m, 0x01C001C0;  shl.b32 s, {$r0}, 12;
-        lop3.b32 m, s, 0x80008000, m, 0xEA;              mul.rn.bf16x2 {$w0}, m, k;
-        shl.b32 m, {$r0}, 2;  and.b32 m, m, 0x01C001C0;  shl.b32 s, {$r0}, 8;
-        lop3.b32 m, s, 0x80008000, m, 0xEA;              mul.rn.bf16x2 {$w1}, m, k;
-        shr.b32 m, {$r0}, 2;  and.b32 m, m, 0x01C001C0;  shl.b32 s, {$r0}, 4;
-        lop3.b32 m, s, 0x80008000, m, 0xEA;              mul.rn.bf16x2 {$w2}, m, k;
-        shr.b32 m, {$r0}, 6;  and.b32 m, m, 0x01C001C0;
-        lop3.b32 m, {$r0}, 0x80008000, m, 0xEA;          mul.rn.bf16x2 {$w3}, m, k;
-        }""",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[word],
-    )
-
-
-@cute.jit
-def codes_times(c: Ctx, words: tuple, scales: tuple, rX: cute.Tensor):
-    """This lane's part of (row a, row b) times x, scaled: eight codes a lane, so that four lanes have one group."""
-    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
-    rC.fill(0.0)
-    mma_rows(rC, expand_codes(words[0]), expand_codes(words[1]), rX)
-    a, b = diagonal(c, rC)
-    return a * group_scale(scales[0]), b * group_scale(scales[1])
-
-
-@cute.jit
-def group_scale(byte: Uint8):
-    """2^(byte - 127) for bytes 1 to 254."""
-    return ((Uint32(byte) & Uint32(0xFF)) << 23).bitcast(Float32)
-
-
-@cute.jit
-def pair_of_codes(c: Ctx, slot: Int32, r: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
-    """Pair r of the stage times this warp's columns: w1's row in lane 0, w3's in lane 1, times 2^-62."""
-    g = op.up
-    x = op.rows(op.d.latent)
-    place = slot * op.stage + r * g.code_bytes
-    scale = slot * op.stage + 2 * g.chunk * g.code_bytes + r * g.scale_bytes
-    bytes_ = cute.recast_tensor(c.ring, Uint8)
-    a, b = Float32(0.0), Float32(0.0)
-    for v in cutlass.range_constexpr(x.per):
-        j = vector(c, v, x)
-        j = j if j < x.vecs else 0
-        words = (c.ring[place // 4 + j], c.ring[(place + g.chunk * g.code_bytes) // 4 + j])
-        scales = (bytes_[scale + j // 4], bytes_[scale + g.chunk * g.scale_bytes + j // 4])
-        more_a, more_b = codes_times(c, words, scales, rX[None, v])
-        a += more_a
-        b += more_b
-    return diagonal_sum(a, b)
-
-
-@cute.jit
-def experts_up(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
-    """ws.h [slot, row] = bf(SiTU(w1 layer, w3 layer)) of this CTA's pairs of rows."""
     d, g = op.d, op.up
-    x = op.rows(d.latent)
-    rX = cute.make_rmem_tensor(cute.make_layout((4, x.per)), Uint32)
-    load_latent(c, layer, ws, rX, x, op)
+    groups = d.latent // 32
+    turns = -(-groups // 32)
+    sX = view(c, Uint32, 0, d.latent // 2)
+    rX = cute.make_rmem_tensor(cute.make_layout((4, 4)), Uint32)
+    rX.fill(0)
+    stage_latent(c, layer, turn, sX, op)
     first, n = share(d.topk * d.expert_dim, c.cta, op.ctas, g.unit)
     at_row, end = first, first + n
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
     while at_row < end:
         row = at_row % d.expert_dim
         many = end - at_row if end - at_row < g.chunk else Int32(g.chunk)
         many = many if many < d.expert_dim - row else d.expert_dim - row
         slot = stage_full(c, it, op)
-        if c.warp < x.width * x.passes:
-            for r0 in cutlass.range(c.warp // x.width, many, x.passes * op.pairs, unroll=1):
-                rows = [r0 + u * x.passes for u in range(op.pairs)]
-                sums = [pair_of_codes(c, slot, r if r < many else r0, rX, op) for r in rows]
-                for u in cutlass.range_constexpr(op.pairs):
-                    if c.lane < 2 and rows[u] < many:
-                        place = 2 * (at_row - first + rows[u]) + c.lane
-                        c.part[place * STRIDE + c.warp % x.width] = sums[u]
+        start = (c.warp + op.warps - (at_row - first) % op.warps) % op.warps
+        for r in cutlass.range(start, many, op.warps, unroll=1):
+            code = (slot * op.stage + r * g.code_bytes) // 16
+            scale = slot * op.stage + 2 * g.chunk * g.code_bytes + r * g.scale_bytes
+            rC.fill(0.0)
+            for v in cutlass.range_constexpr(turns):
+                j = c.lane + 32 * v
+                load_group(sX, j, groups, rX)
+                j = j if j < groups else groups - 1
+                groups_times(
+                    rC,
+                    group(c, code + j, scale + j),
+                    group(c, code + g.chunk * g.code_bytes // 16 + j, scale + g.chunk * g.scale_bytes + j),
+                    rX,
+                )  # fmt: skip
+            x, y = diagonal(c, rC)
+            sum = diagonal_sum(x, y)
+            if c.lane < 2:
+                c.part[(2 * (at_row - first + r) + c.lane) * STRIDE] = sum
         stage_done(c, slot)
         it += 1
         at_row += many
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        gate, up = (
-            gathered(c, 2 * i, x.width) * CODE_SCALE,
-            gathered(c, 2 * i + 1, x.width) * CODE_SCALE,
-        )
-        ws.h[first + i] = situ(gate, up).to(BFloat16)
+        gate, up = c.part[2 * i * STRIDE] * CODE_SCALE, c.part[(2 * i + 1) * STRIDE] * CODE_SCALE
+        post(c, "h", turn, first + i, situ(gate, up), op)
     return it
 
 
 @cute.jit
-def load_latent(
-    c: Ctx, layer: Int32, ws: Space, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr
-):
-    """This thread's columns of the gathered latent, pairs in the order of `expand`; zero beyond the last."""
-    d = op.d
-    for v in cutlass.range_constexpr(g.per):
-        rX[None, v].fill(0)
-        i = vector(c, v, g)
-        own = d.latent_rows // 8
-        if i < own:
-            words_at(ws.latent.iterator.toint(), i, rX[None, v])
-        elif i < g.vecs:
-            if cutlass.const_expr(d.latent_rows < d.latent):
-                words_at(field(c, layer, F["remote_latent"], COUNT), i - own, rX[None, v])
-        pair_up(rX[None, v])
+def load_group(sX: cute.Tensor, j: Int32, groups: cutlass.Constexpr, rX: cute.Tensor):
+    """rX words [4, 4] = group j of x, zero beyond the last; sX as `group_place` has it."""
+    for i in cutlass.range_constexpr(4):
+        if cutlass.const_expr(groups % 32 != 0):
+            rX[None, i].fill(0)
+        if j < groups:
+            cute.autovec_copy(cute.local_tile(sX, (4,), (i * groups + j,)), rX[None, i])
 
 
 @cute.jit
-def experts_down(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
-    """ws.z = bf(bf(sum over slots of w_e bf(w2_e h)) + the others') of this CTA's rows.
+def group_place(i: Int32, groups: cutlass.Constexpr):
+    """Where the i-th 16 bytes of x lie: first those of all groups, then the seconds; neighbours do not clash."""
+    return i % 4 * groups + i // 4
 
-    A warp has four rows of one expert at a time.
+
+@cute.jit
+def stage_latent(c: Ctx, layer: Int32, turn: Int32, sX: cute.Tensor, op: cutlass.Constexpr):
+    """sX = the latent, own and gathered, pairs in the order of `expand`: every warp needs all of it."""
+    d = op.d
+    vecs, own = d.latent // 8, d.latent_rows // 8
+    per = -(-vecs // op.threads)
+    start = box(c, "latent", turn, op)
+    rL = cute.make_rmem_tensor(cute.make_layout((4, per)), Uint32)
+    for v in cutlass.range_constexpr(per):
+        i = c.tid + v * op.threads
+        if i < own:
+            peek(start + Int64(i) * 16, rL[None, v])
+        elif i < vecs:
+            if cutlass.const_expr(d.latent_rows < d.latent):
+                words_at(field(c, layer, F["remote_latent"], COUNT), i - own, rL[None, v])
+    for v in cutlass.range_constexpr(per):
+        i = c.tid + v * op.threads
+        if i < own:
+            insist(start + Int64(i) * 16, rL[None, v], 2, op)
+        if i < vecs:
+            pair_up(rL[None, v])
+            place = group_place(i, d.latent // 32)
+            cute.autovec_copy(rL[None, v], cute.local_tile(sX, (4,), (place,)))
+    consumers(op)
+
+
+@cute.jit
+def stage_hidden(c: Ctx, turn: Int32, sH: cute.Tensor, op: cutlass.Constexpr):
+    """sH words = h of each expert as `group_place` has it, pairs in the order of `expand`."""
+    vecs = op.d.topk * op.d.expert_dim // 8
+    per = -(-vecs // op.threads)
+    start = box(c, "h", turn, op)
+    rH = cute.make_rmem_tensor(cute.make_layout((4, per)), Uint32)
+    for v in cutlass.range_constexpr(per):
+        i = c.tid + v * op.threads
+        if i < vecs:
+            peek(start + Int64(i) * 16, rH[None, v])
+    for v in cutlass.range_constexpr(per):
+        i = c.tid + v * op.threads
+        if i < vecs:
+            insist(start + Int64(i) * 16, rH[None, v], 2, op)
+            pair_up(rH[None, v])
+            each = op.d.expert_dim // 8
+            place = i // each * each + group_place(i % each, each // 4)
+            cute.autovec_copy(rH[None, v], cute.local_tile(sH, (4,), (place,)))
+
+
+@cute.jit
+def sixteen_rows(
+    c: Ctx, place: Int32, k: Int32, r0: Int32, n: Int32, given: tuple, op: cutlass.Constexpr
+):
+    """sF[slot k, row] = bf(w2 h) of the rows r0 .. r0 + 15 of `n` whose piece starts at byte `place` of the ring."""
+    sH, sF = given
+    d, g = op.d, op.down
+    groups = d.expert_dim // 32
+    octet, quarter = c.lane // 4, c.lane % 4
+    a = r0 + octet if r0 + octet < n else n - 1
+    b = r0 + octet + 8 if r0 + octet + 8 < n else n - 1
+    scales = place + op.down_rows * g.code_bytes
+    rX = cute.make_rmem_tensor(cute.make_layout((4, 4)), Uint32)
+    rX.fill(0)
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rC.fill(0.0)
+    for v in cutlass.range_constexpr(-(-groups // 4)):
+        j = 4 * v + quarter
+        load_group(cute.local_tile(sH, (16 * groups,), (k,)), j, groups, rX)
+        j = j if j < groups else groups - 1
+        groups_times(
+            rC,
+            group(c, (place + a * g.code_bytes) // 16 + j, scales + a * g.scale_bytes + j),
+            group(c, (place + b * g.code_bytes) // 16 + j, scales + b * g.scale_bytes + j),
+            rX,
+        )
+    x, y = diagonal(c, rC)
+    if quarter == octet // 2:
+        if r0 + octet < n:
+            sF[k * op.down_rows + r0 + octet] = round_bf16(x * CODE_SCALE)
+        if r0 + octet + 8 < n:
+            sF[k * op.down_rows + r0 + octet + 8] = round_bf16(y * CODE_SCALE)
+
+
+@cute.jit
+def experts_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Constexpr):
+    """z = bf(bf(sum over slots of w_e bf(w2_e h)) + the others') of this CTA's rows.
+
+    A warp has sixteen rows of one expert, four lanes a pair of rows (eight apart) and a lane whole groups of both, so
+    that a row's sum is one element of the diagonal. Pieces are dealt to warps without regard to stages.
     """
     d, g = op.d, op.down
-    words = d.expert_dim // 8
-    per = -(-words // 32)
     first, n = share(d.latent, c.cta, op.ctas, g.unit)
-    hidden = d.topk * d.expert_dim
-    sH = view(c, Uint32, 0, hidden // 2)
-    sF = view(c, Float32, 2 * hidden, d.topk * op.down_rows)
-    rW = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
-    sHb = cute.recast_tensor(sH, BFloat16)
-    for i in cutlass.range(c.tid, hidden // 8, op.threads, unroll=1):
-        cute.autovec_copy(cute.local_tile(ws.h, (8,), (i,)), rW)
-        cute.autovec_copy(rW, cute.local_tile(sHb, (8,), (i,)))
+    sH = view(c, Uint32, 0, d.topk * d.expert_dim // 2)
+    sF = view(c, Float32, 2 * d.topk * d.expert_dim, d.topk * op.down_rows)
+    if cutlass.const_expr(d.ranks > 1):
+        remote = field(c, layer, F["remote_moe"], COUNT) + Int64(first) * 4
+        rRemote = ahead(c, remote, n, op.down_rows, op)
+    stage_hidden(c, turn, sH, op)
     consumers(op)
-    bytes_ = cute.recast_tensor(c.ring, Uint8)
     piece = op.down_rows * (g.code_bytes + g.scale_bytes)
-    groups = -(-op.down_rows // 4)
-    rX = cute.make_rmem_tensor(cute.make_layout((4, per)), Uint32)
+    units = -(-op.down_rows // 16)
     for start in cutlass.range(0, d.topk, op.down_slots, unroll=1):
         slot = stage_full(c, it, op)
         many = d.topk - start if d.topk - start < op.down_slots else Int32(op.down_slots)
-        for unit in cutlass.range(c.warp, many * groups, op.warps, unroll=1):
-            k, r0 = unit // groups, unit % groups * 4
-            if r0 < n:
-                for v in cutlass.range_constexpr(per):
-                    j = c.lane + 32 * v
-                    rX[None, v].fill(0)
-                    if j < words:
-                        cute.autovec_copy(
-                            cute.local_tile(sH, (4,), ((start + k) * words + j,)), rX[None, v]
-                        )
-                        pair_up(rX[None, v])
-                for r in cutlass.range_constexpr(0, 4, 2):
-                    first_r = r0 + r if r0 + r < n else n - 1
-                    next_r = r0 + r + 1 if r0 + r + 1 < n else n - 1
-                    at_code = (slot * op.stage + k * piece) // 4
-                    at_scale = slot * op.stage + k * piece + op.down_rows * g.code_bytes
-                    a, b = Float32(0.0), Float32(0.0)
-                    for v in cutlass.range_constexpr(per):
-                        j = c.lane + 32 * v
-                        j = j if j < words else 0
-                        codes = (
-                            c.ring[at_code + first_r * words + j],
-                            c.ring[at_code + next_r * words + j],
-                        )
-                        scales = (
-                            bytes_[at_scale + first_r * g.scale_bytes + j // 4],
-                            bytes_[at_scale + next_r * g.scale_bytes + j // 4],
-                        )
-                        more_a, more_b = codes_times(c, codes, scales, rX[None, v])
-                        a += more_a
-                        b += more_b
-                    sum = diagonal_sum(a, b)
-                    if c.lane < 2 and r0 + r + c.lane < n:
-                        sF[(start + k) * op.down_rows + r0 + r + c.lane] = round_bf16(
-                            sum * CODE_SCALE
-                        )
+        mine = (c.warp + op.warps - start * units % op.warps) % op.warps
+        for unit in cutlass.range(mine, many * units, op.warps, unroll=1):
+            k = unit // units
+            sixteen_rows(
+                c, slot * op.stage + k * piece, start + k, unit % units * 16, n, (sH, sF), op
+            )
         stage_done(c, slot)
         it += 1
     consumers(op)
-    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        total = Float32(0.0)
-        for k in cutlass.range(d.topk, unroll_full=True):
-            total += c.weights[k] * sF[k * op.down_rows + i]
-        if cutlass.const_expr(d.ranks > 1):
-            total = (
-                round_bf16(total)
-                + at(Float32, field(c, layer, F["remote_moe"], COUNT), d.latent)[first + i]
-            )
-        ws.z[first + i] = total.to(BFloat16)
+    for turn_ in cutlass.range_constexpr(-(-op.down_rows // op.threads)):
+        i = c.tid + turn_ * op.threads
+        if i < n:
+            total = Float32(0.0)
+            for k in cutlass.range(d.topk, unroll_full=True):
+                total += c.weights[k] * sF[k * op.down_rows + i]
+            if cutlass.const_expr(d.ranks > 1):
+                total = round_bf16(total) + rRemote[turn_]
+            post(c, "z", turn, first + i, total, op)
     return it
 
 
 @cute.jit
-def up_projection(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Constexpr):
-    """ws.delta = bf(bf(bf(RMS(z; latent_norm)) W_up^T) + shared) of this CTA's columns."""
+def up_projection(c: Ctx, rN: cute.Tensor, turn: Int32, it: Int32, y: Any, op: cutlass.Constexpr):
+    """delta (and y, where given) = bf(bf(bf(RMS(z; latent_norm)) W_up^T) + shared) of this CTA's columns."""
     d = op.d
     g = op.rows(d.latent)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    load_x(c, ws.z, rX, g)
-    normalise(c, rX, field(c, layer, F["latent_norm"], COUNT), g, op)
+    load_box(c, "z", turn, rX, g, op)
+    normalise(c, rX, rN, g, op)
     first, n = share(d.hidden_local, c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rX, g, op)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
         u = round_bf16(gathered(c, i, g.width))
-        ws.delta[first + i] = (u + c.own[i]).to(BFloat16)
+        post(c, "delta", turn, first + i, u + c.own[i], op)
+        if cutlass.const_expr(y is not None):
+            y[first + i] = (u + c.own[i]).to(BFloat16)
     return it
 
 
@@ -591,34 +694,49 @@ def up_projection(c: Ctx, layer: Int32, it: Int32, ws: Space, op: cutlass.Conste
 def moe(
     c: Ctx,
     layer: Int32,
-    turn: Int32,
+    number: Int32,
     at_: tuple,
     rX: cute.Tensor,
-    ws: Space,
-    mIds: cute.Tensor,
+    out: tuple,
     op: cutlass.Constexpr,
 ):
-    """The FFN of a layer with experts, number `turn` of the launch; ws.delta is complete at the next edge.
+    """The FFN of a layer with experts, number `number` of the launch; delta is posted when its edge is hinted at.
 
-    The router goes first and has an edge of its own: its logits travel while the rest of the front is drained.
+    out = (ids, y or None). The router goes first and has an edge of its own: its logits travel while the rest of the
+    front is drained.
     """
     it, edge = at_
-    it = router(c, layer, it, rX, ws, op)
-    arrive(c, op, ROUTE)
-    it = front(c, layer, it, rX, ws, op)
-    arrive(c, op)
-    wait(c, turn + 1, op, ROUTE)
-    choose(c, layer, ws, mIds, op)
+    mIds, y = out
+    turn = turn_of(c, number)
+    timeline.mark(c.track, "router", layer)
+    it = router(c, turn, it, rX, op)
+    hint(c, op, ROUTE)
+    timeline.mark(c.track, "front", layer)
+    it = front(c, turn, it, rX, op)
+    hint(c, op)
+    timeline.mark(c.track, "edge logits", layer, kind="edge")
+    rBias = load_bias(c, layer, op)
+    wait(c, number + 1, op, ROUTE, False)
+    timeline.mark(c.track, "choose", layer)
+    choose(c, layer, turn, rBias, mIds, op)
     edge += 1
-    wait(c, edge, op)
-    it = shared_down(c, layer, it, ws, op)
-    it = experts_up(c, layer, it, ws, op)
-    arrive(c, op)
+    timeline.mark(c.track, "edge front", layer, kind="edge")
+    wait(c, edge, op, acquire=False)
+    timeline.mark(c.track, "shared down", layer)
+    it = shared_down(c, layer, turn, it, op)
+    timeline.mark(c.track, "experts up", layer)
+    it = experts_up(c, layer, turn, it, op)
+    hint(c, op)
     edge += 1
-    wait(c, edge, op)
-    it = experts_down(c, layer, it, ws, op)
-    arrive(c, op)
+    timeline.mark(c.track, "edge h", layer, kind="edge")
+    wait(c, edge, op, acquire=False)
+    timeline.mark(c.track, "experts down", layer)
+    it = experts_down(c, layer, turn, it, op)
+    hint(c, op)
     edge += 1
-    wait(c, edge, op)
-    it = up_projection(c, layer, it, ws, op)
+    timeline.mark(c.track, "edge z", layer, kind="edge")
+    rN = load_norm(c, field(c, layer, F["latent_norm"], COUNT), op.rows(op.d.latent))
+    wait(c, edge, op, acquire=False)
+    timeline.mark(c.track, "up projection", layer)
+    it = up_projection(c, rN, turn, it, y, op)
     return it, edge

@@ -10,24 +10,27 @@ a producer waits only for stages that its own CTA's consumers give back in order
 publish before they take the first stage of an expert.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint32
+from kernelgen import timeline
 
-from targets.kimi_k3.seeds.persistent.chain import load_sum, prefetch_vectors, shape
+from targets.kimi_k3.seeds.persistent.chain import add_before, load_x0, prefetch_vectors, shape
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
-    arrive,
     at,
     field,
+    hint,
     leave,
     wait,
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors
-from targets.kimi_k3.seeds.persistent.moe import Space, fill_moe, moe
+from targets.kimi_k3.seeds.persistent.moe import fill_moe, moe
 from targets.kimi_k3.seeds.persistent.plan import share
-from targets.kimi_k3.seeds.persistent.setup import open_cta
+from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
@@ -35,7 +38,6 @@ TUNABLES = {
     "consumer_warps": (14, 7),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "spin_limit": (0, 200000, 2000000),
-    "expert_pairs": (4, 1, 2),
 }
 
 
@@ -65,63 +67,73 @@ def copy_tail(c: Ctx, layer: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
-def consume(c: Ctx, mIds: cute.Tensor, ws: Space, op: cutlass.Constexpr):
+def consume(c: Ctx, mIds: cute.Tensor, op: cutlass.Constexpr):
     d = op.d
     rX = cute.make_rmem_tensor(cute.make_layout((4, op.wide.per)), Uint32)
     rX.fill(0)
     it, edge = Int32(0), Int32(0)
     for layer in cutlass.range(d.layers, unroll=1):
+        load_x0(c, layer, rX, op)
         if layer > 0:
             edge += 1
-            wait(c, edge, op)
-        load_sum(c, layer, rX, d.hidden_local, op)
-        if cutlass.const_expr(d.ranks > 1):
-            copy_tail(c, layer, op)
+            timeline.mark(c.track, "edge y", layer, kind="edge")
+            wait(c, edge, op, acquire=False)
+        timeline.mark(c.track, "sum", layer)
+        add_before(c, layer, rX, d.hidden_local, op)
         ids = at(Int32, mIds.iterator.toint() + Int64(layer * d.topk * 4), d.topk)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.hidden)
-        it, edge = moe(c, layer, layer, (it, edge), rX, ws._replace(delta=y), ids, op)
-        arrive(c, op)
+        it, edge = moe(c, layer, layer, (it, edge), rX, (ids, y), op)
+        hint(c, op)
+        if cutlass.const_expr(d.ranks > 1):
+            copy_tail(c, layer, op)
     edge += 1
+    timeline.mark(c.track, "edge y", d.layers, kind="edge")
     wait(c, edge, op)
-    leave(c, edge, Int32(d.layers), op)
+    timeline.end(c.track)
+    leave(c, edge, (Int32(d.layers), Int32(0), Int32(0)), op)
 
 
 @cute.kernel
 def chain_kernel(
     layers: tuple,
     mIds: cute.Tensor,
-    ws: Space,
+    mMail: cute.Tensor,
     mSync: cute.Tensor,
+    phases: Any,
     names: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
     """Grid (ctas), cooperative; op.warps consumer warps and one producer warp."""
-    c = open_cta(layers, mSync, names, (0,) * op.d.layers, op)
+    c = open_cta(layers, mSync, mMail, phases, names, (0,) * op.d.layers, op)
     if c.warp == op.warps:
         if c.lane == 0:
             produce(c, op)
     else:
-        consume(c, mIds, ws, op)
+        consume(c, mIds, op)
 
 
 def workspace(dims, cfg):
-    bf = lambda n: ("bf16", (max(n, 8),), "undefined", "step")  # noqa: E731
     return {
-        "logits": ("f32", (dims.router_rows,), "undefined", "step"), "latent": bf(dims.latent_rows),
-        "hs": bf(dims.shared_dim), "h": bf(dims.topk * dims.expert_dim), "z": bf(dims.latent),
+        "mail": ("u32", (shape(dims, cfg).mail_words,), "undefined", "persistent"),
         "sync": ("i32", (128,), "zero", "persistent"),
-    }  # fmt: skip
+    }
+
+
+@cute.jit
+def prepare(t, cfg, stream):
+    empty_boxes(t.workspace.mail, stream)
 
 
 @cute.jit
 def step(t, cfg, stream):
     """y_i = the FFN's delta on x_i = bf(inputs.x[i] + y_{i-1}); outputs.ids[i] is its routing."""
     op = shape(cfg.dims, cfg)
-    w = t.workspace
     found = [chain_tensors(t, n, cfg.dims) for n in range(cfg.dims.layers)]
-    ws = Space(None, None, None, w.logits, w.latent, w.hs, w.h, w.z, None, None)
+    names = tuple(tuple(x) for x in found)
+    tensors = tuple(tuple(x.values()) for x in found)
+    w = t.workspace
     chain_kernel(
-        tuple(tuple(x.values()) for x in found), t.outputs.ids, ws, w.sync, tuple(tuple(x) for x in found), op
+        tensors, t.outputs.ids, w.mail, w.sync, timeline.buffer(t, cfg), names, op
     ).launch(
         grid=(op.ctas, 1, 1), block=(op.threads + 32, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1,
     )  # fmt: skip

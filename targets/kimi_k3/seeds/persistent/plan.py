@@ -106,8 +106,6 @@ class Op:
     stage: int
     stages: int
     spin: int
-    pairs: int = 4
-    """Pairs of expert rows that a warp has in hand at once: their latencies overlap."""
 
     def rows(self, k, pair=False):
         return Rows(k, self.warps, self.stage, pair)
@@ -150,6 +148,31 @@ class Op:
         return most(self.d.head_dim, self.slices)
 
     @property
+    def boxes(self):
+        """Name -> (bytes into the mail, bytes of an element, elements): what CTAs send each other, twice, by turns."""
+        d, found, at = self.d, {}, 0
+        wanted = [("attn", 2, d.hidden)] if d.attn else []
+        if "K" in d.attn:
+            wanted += [("proj", 2, 4 * d.kda_dim + d.f_rank + d.kda_heads), ("o", 4, d.kda_dim)]
+        if "E" in d.ffn:
+            wanted += [
+                ("logits", 4, d.router_rows), ("latent", 2, d.latent_rows), ("hs", 2, d.shared_dim),
+                ("h", 2, d.topk * d.expert_dim), ("z", 2, d.latent), ("delta", 2, d.hidden_local),
+            ]  # fmt: skip
+        for name, size, n in wanted:
+            found[name] = (at, size, n)
+            at += 2 * self.box_bytes(size, n)
+        return found
+
+    @staticmethod
+    def box_bytes(size, n):
+        return -(-size * n // 128) * 128
+
+    @property
+    def mail_words(self):
+        return max(32, sum(2 * self.box_bytes(size, n) for _, size, n in self.boxes.values()) // 4)
+
+    @property
     def part_rows(self):
         """The most partial sums that one phase leaves in shared memory."""
         d, g = self.d, self.ctas
@@ -170,14 +193,16 @@ class Op:
         """Bytes of scratch in shared memory, shared by the phases."""
         d = self.d
         kda = 4 * 4 * d.head_dim
-        choice = 8 * self.warps * d.topk + 64
+        choice = 4 * 36 + 8 * d.experts
         down = 2 * d.topk * d.expert_dim + 4 * d.topk * self.down_rows
         columns = most(d.kv_lora // 8, self.slices)
         absorb = self.new_bytes + 32 * (self.threads // columns) * columns
         attend = self.new_bytes + 4 * d.mla_heads * self.query_words + 32 * (d.page + 8) + 192
         columns = most(d.kv_lora // 4, self.slices)
         join = 4 * self.ctas + 16 + 16 * (self.threads // columns) * columns
-        found = [kda, choice, down] + ([absorb, attend, join] if "M" in d.attn else [])
+        found = [kda, choice, down, 2 * d.latent] + (
+            [absorb, attend, join] if "M" in d.attn else []
+        )
         return -(-max(found) // 16) * 16
 
     @property

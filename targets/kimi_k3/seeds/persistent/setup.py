@@ -1,8 +1,11 @@
 """What a CTA of a persistent kernel does first: shared memory, mbarriers, the table of addresses."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
+from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import smem
 from targets.kimi_k3.seeds.persistent.device import Ctx
@@ -14,6 +17,8 @@ from targets.kimi_k3.seeds.persistent.plan import STRIDE
 def open_cta(
     layers: tuple,
     mSync: cute.Tensor,
+    mMail: Any,
+    phases: Any,
     names: cutlass.Constexpr,
     kinds: cutlass.Constexpr,
     op: cutlass.Constexpr,
@@ -35,7 +40,9 @@ def open_cta(
         smem(Float32, (op.part_rows * STRIDE,), (1,)), smem(Float32, ((2 * d.bank_rows + 4) * STRIDE,), (1,)),
         smem(Int64, (d.layers * COUNT,), (1,)), smem(Int32, (d.topk,), (1,)), smem(Float32, (d.topk,), (1,)),
         smem(Float32, (-(-d.hidden_local // op.ctas),), (1,)), smem(Uint32, (op.pool // 4,), (1,)),
-        mSync.iterator, (mSync[96], mSync[97]),
+        mSync.iterator, tuple(mSync[96 + k] for k in range(5)),
+        Int64(0) if cutlass.const_expr(mMail is None) else mMail.iterator.toint(),
+        timeline.track(phases, cta, tid == 0), timeline.track(phases, op.ctas + cta, tid == op.threads),
     )  # fmt: skip
     if tid == 0:
         for s in cutlass.range_constexpr(op.stages):
@@ -50,3 +57,20 @@ def open_cta(
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     return c
+
+
+@cute.kernel
+def empty_kernel(mMail: cute.Tensor):
+    """All boxes empty; grid (words / 128), 128 threads."""
+    tid, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    i = cta * 128 + tid
+    if i < cute.size(mMail):
+        mMail[i] = Uint32(0xFFFFFFFF)
+
+
+@cute.jit
+def empty_boxes(mMail: cute.Tensor, stream):
+    empty_kernel(mMail).launch(
+        grid=(cute.ceil_div(cute.size(mMail), 128), 1, 1), block=(128, 1, 1), stream=stream
+    )
