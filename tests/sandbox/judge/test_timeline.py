@@ -16,6 +16,7 @@ from sandbox.jobs import CompileJob, JudgeJob
 from sandbox.judge.dtypes import TORCH
 from sandbox.judge.judge import run
 from sandbox.judge.timeline import Trace, Track, decode, spans, spread_out
+from sandbox.judge_client import ClientOptions, JudgeClient
 from sandbox.verdict import Status
 from targets.base import Options, find
 from tests.sandbox.compile.conftest import start
@@ -133,3 +134,26 @@ def test_a_build_with_marks_needs_marks(compiler: CompileClient) -> None:
     assert (
         outcome.status is Status.REJECTED and outcome.failure and outcome.failure.rule == "timeline"
     )
+
+
+@pytest.mark.gpu
+def test_marks_on_a_gpu_are_measured(compiler: CompileClient, tmp_path: Path) -> None:
+    target = find(TARGET)
+    w = target.workload(Options("large", rows=8))
+    source = norm_with_marks(target.seed_source())
+    plain, marked = (
+        compiler.compile(CompileJob(source, TARGET, w.key, w.dims, w.buffers, tunables=t)).artifact
+        for t in ({}, {"timeline": True})
+    )
+    assert plain and marked
+    options = {**asdict(w.options), "extra": dict(w.options.extra)}
+    client = JudgeClient(ClientOptions(tmp_path))
+    try:
+        v = client.judge(JudgeJob(plain, TARGET, options, "cuda", timeline=marked))
+    finally:
+        client.close()
+    assert v.status is Status.PASSED, v.failure
+    fall = v.profile["waterfall"]
+    assert fall["kind"] == "measured" and 0.8 < fall["overhead"] < 1.3
+    assert sum(fall["parts"].values()) == pytest.approx(fall["step_us"], abs=0.05)
+    assert {t["block"] for t in v.profile["timeline"]["tracks"]} == {0, 1}
