@@ -41,8 +41,9 @@ class Machine:
     """The modelled GPU: bytes a second, hertz, seconds, clocks. Published figures of one H200; those named in `BOUNDS`
     are fitted. `far`, `near`: clocks of a load from memory and from L2; `sm_memory_rate`: what one SM takes of
     memory; `launch`, `launch_early`: from the end of one launch to the first work of the next, without and with
-    programmatic dependence; `fetch`: clocks an operation of the text for bringing it into the instruction cache; `sharpness`: how little the demands on a launch delay one another;
-    `least_room`: registers that loads in flight find in any case; `expansion`: machine instructions an operation."""
+    programmatic dependence; `fetch`: clocks an operation of the text for bringing it into the instruction cache;
+    `sharpness`: how little the demands on a launch delay one another; `least_room`: registers that loads in flight
+    find in any case; `expansion`: machine instructions an operation."""
 
     sms: int = 132
     clock: float = 1.755e9
@@ -71,9 +72,9 @@ class Machine:
 
 
 BOUNDS = {
-    "memory_rate": (3.4e12, 4.7e12), "sm_memory_rate": (25e9, 110e9), "far": (500.0, 1200.0), "near": (200.0, 450.0), "barrier": (15.0, 90.0),
-    "launch": (1.0e-6, 2.6e-6), "launch_early": (0.4e-6, 2.0e-6), "fetch": (0.1, 6.0), "sharpness": (1.5, 8.0),
-    "least_room": (16.0, 160.0), "expansion": (1.0, 3.0),
+    "memory_rate": (3.4e12, 4.7e12), "sm_memory_rate": (25e9, 110e9), "far": (500.0, 1200.0), "near": (200.0, 450.0),
+    "barrier": (15.0, 90.0), "launch": (1.0e-6, 2.6e-6), "launch_early": (0.4e-6, 2.0e-6), "fetch": (0.1, 6.0),
+    "sharpness": (1.5, 8.0), "least_room": (16.0, 160.0), "expansion": (1.0, 3.0),
 }  # fmt: skip
 """Constants that were fitted to measurements, and what would be plausible for each (benchmarks/cpu_timing.py)."""
 
