@@ -36,7 +36,8 @@ class Where:
 
     def names(self, tensor: str) -> tuple[str, ...]:
         axes = self.axes or {}
-        return axes.get(tensor) or axes.get(tensor.rsplit(".", 1)[-1]) or ()
+        words = [w for w in tensor.split(".") if not w.isdigit()]
+        return axes.get(tensor) or axes.get(words[-1]) or ()
 
 
 def layer_of(tensor: str) -> int | None:

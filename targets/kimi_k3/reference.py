@@ -34,6 +34,12 @@ class KimiReference:
     """
 
     schedules = tuple(name for name in SCHEDULES if name != ORACLE.name)
+    axes: Mapping[str, tuple[str, ...]] = {
+        "S": ("slot", "head", "value", "key"), "conv": ("slot", "tap", "channel"), "kv": ("page", "row", "channel"),
+        "ids": ("MoE layer", "token", "rank"), "weights": ("layer", "token", "rank"),
+        "bank": ("token", "bank row", "channel"), "prefix": ("token", "channel"), "out": ("token", "channel"),
+        "y": ("token", "channel"),
+    }  # fmt: skip
 
     def weights(self, w: Workload, seed: int, device: str) -> Tensors:
         if w.options.extra.get("weights"):

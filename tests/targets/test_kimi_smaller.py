@@ -10,7 +10,7 @@ from sandbox.judge import smallest
 from sandbox.judge.case import Case
 from sandbox.judge.checks import Moment
 from sandbox.judge.dtypes import TORCH
-from sandbox.judge.locate import Where
+from sandbox.judge.locate import Where, spell
 from sandbox.judge.seeds import Seeds
 from sandbox.verdict import Failure
 from tests.targets.kimi import REFERENCE, run, tensors, workload
@@ -73,3 +73,10 @@ def test_the_smallest_failing_case_is_named() -> None:
     page = int(w.dims["page"])
     assert found.where["smallest"] == f"request 1 alone, length {page + 1}", found
     assert "smallest case found that fails: request 1 alone" in found.message
+
+
+def test_places_are_named_by_token_slot_and_head() -> None:
+    where = Where(0, 0, axes=REFERENCE.axes)
+    assert spell([2, 1, 78], where.names("states.layers.2.S")) == "slot 2, head 1, value 78"
+    assert spell([3], where.names("outputs.y.0")) == "token 3"
+    assert spell([0, 4], where.names("states.layers.3.kv")) == "page 0, row 4"
