@@ -76,8 +76,8 @@ def _claims(p: Plan) -> str:
     r = t.speedup_graph if t else None
     said = (
         f"- Over {t.layers} chained instances ({_kind(p)}), {r.value:.2f} x [{r.low:.2f}, {r.high:.2f}] against "
-        "a graph-captured torch path of the same mathematics. **That baseline is not vLLM's kernel**; the benchmark below compares "
-        "with it."
+        "a graph-captured torch path of the same mathematics. **That baseline is not vLLM's kernel**; the benchmark "
+        "below compares with it."
         if t and r
         else "- No speed-up against a torch path was recorded."
     )
