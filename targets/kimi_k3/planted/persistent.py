@@ -71,7 +71,7 @@ def _work() -> list[Planted]:
         bug(_PART, "routing", "weights-not-normalised", "weights are the scores themselves",
             ("c.weights[c.lane] = round_bf16(s / total)", "c.weights[c.lane] = round_bf16(s)")),
         bug(_PART, "order", "shared-expert-dropped", "the shared expert's result is not added",
-            ("(u + c.own[i]).to(BFloat16)", "u.to(BFloat16)")),
+            ('"delta", turn, first + i, u + c.own[i], op)', '"delta", turn, first + i, u, op)')),
         bug(_PART, "context", "partial-page-skipped", "a page that is not full is not read",
             ("(length + op.d.page - 1) // op.d.page, length", "length // op.d.page, length")),
         bug(_PART, "state", "own-row-not-seen", "the new row reaches neither the cache nor the ring",
