@@ -18,6 +18,7 @@ MOST_CHARS = 60_000
 KEPT = (
     "risks",
     "speedups",
+    "waterfall",
     "kernels",
     "resources",
     "checked",
