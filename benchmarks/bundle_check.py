@@ -5,7 +5,8 @@
 Same weights, states and inputs through the judge's own device and through the bundle: outputs and states must be equal
 bit for bit, eagerly, through the torch operator, and replayed from a torch CUDA graph. Then `torch.library.opcheck`,
 the self-check, and times: of a bound call on the host over the bare driver calls in it (limit 10 us), and of graph
-replay against the judge's own graph. Exit code 0 if all of it holds. It judges nothing: there is no oracle.
+replay against the judge's own graph. Stages are named on stderr as they end. Exit code 0 if all of it holds. It judges
+nothing: there is no oracle.
 """
 
 from __future__ import annotations
@@ -109,6 +110,11 @@ class Side:
         return [list(x.values()) for x in (self.inputs, self.states, self.outputs)]
 
 
+def stage(begin: float, words: str) -> None:
+    """So that a check that is cut short has said how far it came."""
+    print(f"{time.perf_counter() - begin:6.1f} s  {words}", file=sys.stderr, flush=True)
+
+
 def differences(judged: list[Tensors], ours: list[Tensors]) -> list[str]:
     return [
         f"step {i}: {n}"
@@ -156,6 +162,10 @@ def check(package: Any, bench: Bench, steps: int, report: Report) -> None:
     report.self_check_ok, report.self_check = package.self_check(
         torch.device("cuda", torch.cuda.current_device())
     )
+    begin = time.perf_counter()
+    stage(
+        begin, f"self-check {'passed' if report.self_check_ok else 'FAILED'}: {report.self_check}"
+    )
     side = Side(package, bench)
     judged = bench.trajectory(bench.step.launch, steps)
     op = importlib.import_module(f"{package.__name__}.op")
@@ -168,11 +178,13 @@ def check(package: Any, bench: Bench, steps: int, report: Report) -> None:
     for name, launch in ways.items():
         found = differences(judged, side.trajectory(launch, steps))
         report.equal[name], report.differs[name] = not found, found[:8]
+        stage(begin, f"{name}: {'equal bit for bit' if not found else 'DIFFERS'}, {steps} steps")
     sizes = sum(t.numel() * t.element_size() for x in side.lists() for t in x)
     if sizes <= OPCHECK_BYTES:
         operator = getattr(torch.ops, package.__name__).step.default
         found = torch.library.opcheck(operator, (handle, *side.lists()), raise_exception=False)
         report.opcheck = {k: str(v) for k, v in found.items()}
+        stage(begin, f"opcheck: {report.opcheck}")
     side.reset()
     side.set_inputs(0)
     plan, driver = side.call._plan, side.kernel.driver
@@ -180,6 +192,7 @@ def check(package: Any, bench: Bench, steps: int, report: Report) -> None:
     report.call_host_us = host_us(side.call)
     report.bare_host_us = host_us(lambda: driver.launch(plan._calls))
     report.op_host_us = host_us(ways["op"])
+    stage(begin, f"a call takes {report.overhead_us:.2f} us more than its driver calls")
     judge_graph = bench.step.capture()
     report.judge_graph_us = device_us(judge_graph.launch)
     report.graph_us = device_us(graph.replay)
