@@ -39,6 +39,9 @@ SLACK_S = 900.0
 LOG_TAIL = 2000
 
 
+describe_isolation = judge_wire.describe_isolation
+
+
 class JudgeFailed(RuntimeError):
     """The judge's server cannot be started or does not understand us; the message says what it printed."""
 

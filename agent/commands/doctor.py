@@ -17,7 +17,7 @@ from agent.services import Wanted, device_facts, judge_state, new_compiler, new_
 from agent.versions import versions
 from agent.workspace import Workspace
 from sandbox.compile_client import NoIsolation
-from sandbox.judge_wire import describe_isolation as describe
+from sandbox.judge_client import describe_isolation as describe
 
 STORED_FACTS = "device_facts.json"
 
