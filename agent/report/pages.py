@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from agent.report import figures, kernel_figures
+from agent.report.roofline import Spot, roof, roofline
 from agent.report.views import Point, RunView
 from agent.review.dossier import Dossier
 from agent.review.proof import WORD, Section, headline, sections
@@ -54,6 +55,7 @@ class Plots:
     by_usd: Markup
     by_minutes: Markup
     floors: Markup
+    roofline: Markup
     speedups: Markup
     lineage: Markup
 
@@ -130,8 +132,28 @@ def candidate_row(p: Point) -> tuple[str, ...]:
 def plots(view: RunView) -> Plots:
     paired = [(f"{d.me.seq}", s) for d in reversed(view.dossiers) for s in d.speedups]
     drawn = [figures.convergence(view, x) for x in ("seq", "usd", "minutes")]
-    drawn += [figures.floors(view), figures.speedups(paired), figures.lineage(view)]
+    drawn += [
+        figures.floors(view),
+        _roofline(view),
+        figures.speedups(paired),
+        figures.lineage(view),
+    ]
     return Plots(*(Markup(x) for x in drawn))  # our own SVG, escaped by the XML writer
+
+
+def _roofline(view: RunView) -> str:
+    """Seed and everything promoted, the best last; of the best's verdict."""
+    v = view.best.me.verdict if view.best else None
+    if v is None or v.timing is None or not v.timing.workloads:
+        return ""
+    device = str(v.device.get("name") or v.device.get("kind") or "")
+    spots = [
+        Spot("seed" if p.seq == 0 else f"candidate {p.seq}", p.us)
+        for p in view.points
+        if p.promoted and p.us
+    ]
+    found = roof(v.target, view.workload, v.timing.workloads[0], device)
+    return roofline(found, spots, " and ".join(view.kinds))
 
 
 def dossier_page(d: Dossier) -> DossierPage:
