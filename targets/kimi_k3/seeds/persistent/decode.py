@@ -286,7 +286,7 @@ def workspace(dims, cfg):
     found = {
         "proj": bf(dims.a_proj_rows),
         "hs": bf(dims.dense_dim), "delta": bf(dims.hidden), "sync": ("i32", (128,), "zero", "persistent"),
-        "mail": ("u32", (shape(dims, cfg).mail_words,), "undefined", "persistent"),
+        "mail": ("i32", (shape(dims, cfg).mail_words,), "undefined", "persistent"),
     }  # fmt: skip
     if "M" in dims.attn:
         h, ctas = dims.mla_heads, shape(dims, cfg).ctas

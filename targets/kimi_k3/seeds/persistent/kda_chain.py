@@ -84,7 +84,7 @@ def chain_kernel(
 
 def workspace(dims, cfg):
     return {
-        "mail": ("u32", (shape(dims, cfg).mail_words,), "undefined", "persistent"),
+        "mail": ("i32", (shape(dims, cfg).mail_words,), "undefined", "persistent"),
         "sync": ("i32", (128,), "zero", "persistent"),
     }
 

@@ -66,7 +66,7 @@ def empty_kernel(mMail: cute.Tensor):
     cta, _, _ = cute.arch.block_idx()
     i = cta * 128 + tid
     if i < cute.size(mMail):
-        mMail[i] = Uint32(0xFFFFFFFF)
+        mMail[i] = Int32(-1)
 
 
 @cute.jit

@@ -1,0 +1,57 @@
+"""Persistent candidates against the reference on the cpu device: prepared once, then step after step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sandbox import artifact_store
+from sandbox.artifact import Artifact
+from sandbox.compile_client import CompileClient
+from sandbox.devices.cpu.device import CpuDevice
+from sandbox.jobs import CompileJob
+from targets.kimi_k3.reference import IDS
+from targets.kimi_k3.seeds import persistent
+from tests.targets.seeds.harness import REFERENCE, Case, Step, check, distance, placed
+
+
+def built(compiler: CompileClient, case: Case) -> Artifact:
+    w = case.workload()
+    text = persistent.source(case.part)
+    job = CompileJob(text, case.target, w.key, w.dims, w.buffers, "sm_90a", case.tunables)
+    outcome = compiler.compile(job)
+    assert outcome.failure is None and outcome.artifact, outcome.failure
+    return artifact_store.load(outcome.artifact)
+
+
+def verify(artifact: Artifact, case: Case, seed: int = 5) -> None:
+    """Each step beside the oracle; what is persistent goes on from step to step, as boxes and counters must."""
+    torch.set_num_threads(1)
+    w = case.workload()
+    program = CpuDevice().load(artifact)
+    values = {**REFERENCE.weights(w, seed, "cpu"), **REFERENCE.states(w, seed, "cpu")}
+    kept = [b for b in artifact.buffers if b.lifetime == "persistent"]
+    lasting = {b.name: torch.zeros(b.shape, dtype=torch.int32) for b in kept if b.init == "zero"}
+    unwritten = frozenset(b.name for b in artifact.buffers if b.group in ("workspace", "outputs"))
+    for number in range(case.steps):
+        values |= REFERENCE.inputs(w, seed, number, "cpu")
+        got = placed(artifact, {**values, **lasting})
+        if number == 0:
+            program.bind("prepare", got, unwritten).launch()
+        program.bind("step", got, unwritten - set(lasting)).launch()
+        forced = {IDS: got[IDS]} if IDS in got else None
+        oracle = REFERENCE.run(w, values, "oracle", forced)
+        runs = [REFERENCE.run(w, values, s, forced).tensors for s in REFERENCE.schedules]
+        floats = {n: x for n, x in oracle.tensors.items() if x.is_floating_point()}
+        band = {n: max(distance(r[n], x) for r in runs) for n, x in floats.items()}
+        check(Step(values, got, oracle, band, program.findings()))
+        lasting = {b.name: got[b.name] for b in kept}
+        values = {**values, **{n: got[n] for n in values if n.startswith("states.")}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["latent-moe", "kda", "decode"])
+def test_two_steps_in_a_row(compiler: CompileClient, part: str) -> None:
+    """An odd number of instances, so that the boxes change halves from step to step."""
+    case = Case(part, preset="tiny-tp2", layers=3, steps=2, tunables={"ctas": 4})
+    verify(built(compiler, case), case)
