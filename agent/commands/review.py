@@ -136,7 +136,9 @@ def words(done: Done) -> str:
     if d.kind == "send_back" and done.effect in ("answered", "reopened", "recorded"):
         line += f"\ngo on with: kernelgen resume {d.run}"
     if d.kind == "approve":
-        line += f"\nnext: kernelgen export {d.run}-{d.seq} --to bundle"
+        line += (
+            f"\nnext: kernelgen export {d.run}-{d.seq} --to bundle (or --to vllm --checkout DIR)"
+        )
     return line
 
 

@@ -56,9 +56,11 @@ def _parts(d: Dossier, against: tuple[str, ...], side: bool) -> list[RenderableT
         if word not in against:
             continue
         parts.append(Text(f"Against the {word}, candidate {base.name}", "bold cyan"))
+        if tuned := clean(d.tuned(base)):
+            parts.append(Text(f"tunables {tuned}", "yellow"))
         diff = clean(d.diff(base))
         if not diff:
-            parts.append(Text("no difference"))
+            parts.append(Text("the same source"))
         elif side:
             parts.append(_sides(d, base.source, (base.name, d.me.name)))
         else:

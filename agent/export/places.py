@@ -14,6 +14,7 @@ MODEL = "vllm/models/kimi_k3/nvidia/model.py"
 CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_103a": (10, 3)}
 CHIPS = {"sm_90a": "SM90", "sm_100a": "SM100", "sm_103a": "SM103"}
 DSL_PIN = "4.8.0"
+HIDDEN = 7168
 OP, DECODE = KINDS = ("op", "specialized-decode")
 
 
@@ -133,7 +134,6 @@ PLACES = {
 _SD = "vllm/models/kimi_k3/nvidia/specialized_decode"
 _PREPARED = f"{_SD}/cutedsl/attn_res/prepared.py"
 DECODE_ROWS = (*range(1, 9), 16, 32, 64)
-DECODE_HIDDEN = 7168
 
 INSIDE = {
     "attn-res": Place(
@@ -206,8 +206,6 @@ def decode_gate(arch: str, rows: int, hidden: int) -> str:
         )
     if rows not in DECODE_ROWS:
         return f"the executor prepares 1 to 8, 16, 32 and 64 tokens, the kernel is for {rows}"
-    if hidden != DECODE_HIDDEN:
-        return (
-            f"the executor's rows have {DECODE_HIDDEN} columns, the kernel was judged with {hidden}"
-        )
+    if hidden != HIDDEN:
+        return f"the executor's rows have {HIDDEN} columns, the kernel was judged with {hidden}"
     return ""

@@ -60,7 +60,7 @@ def readme(s: Subject, manifest: dict[str, Any], rebuilt: Rebuilt) -> str:
         f"- As a torch operator (`torch.compile`, eager): `from {s.slug} import op; h = op.register(kernel)`, then "
         "`op.step(h, inputs, states, outputs)` with lists in the order of `kernel.names(group)`. A bound call has "
         "less overhead.", "",
-        "## Devices", "", *_devices(manifest), "",
+        "## Devices", "", *_devices(manifest, s), "",
         "## Self-check", "", _record(manifest), "",
         "## Numbers", "", table(s),
         "## Buffers", "", *_buffers(s), "",
@@ -85,10 +85,13 @@ def _example(s: Subject) -> list[str]:
     ]  # fmt: skip
 
 
-def _devices(manifest: dict[str, Any]) -> list[str]:
+def _devices(manifest: dict[str, Any], s: Subject) -> list[str]:
     out = []
+    judged = f"judged on {s.verdict.device.get('name') or s.verdict.device.get('kind') or 'an unknown device'}"
+    if s.verdict.device.get("kind") == "cpu":
+        judged = "judged on the device `cpu`, which executes translated PTX; **never run on a GPU**"
     for arch, e in sorted(manifest["parts"]["main"].items()):
-        said = "judged" if e["judged"] else "compiled now, **never judged or run**"
+        said = judged if e["judged"] else "compiled now, **never judged or run**"
         out.append(f"- {arch}, at least {e['sms']} SMs: {said}.")
     return out + [f"- {x}" for x in manifest["notes"]]
 

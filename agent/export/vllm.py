@@ -76,7 +76,7 @@ def write(queries: Queries, s: Subject, wanted: Wanted) -> Exported:
     }  # fmt: skip
     for name, data in files.items():
         (wanted.folder / name).write_bytes(data)
-    where = (p for p in (place.note, vllm_text.other_place(plan)) if p)
+    where = (p for p in (*vllm_text.warnings(plan), place.note, vllm_text.other_place(plan)) if p)
     said = (
         *checks.done, *(x.replace("**", "") for x in where),
         f"branch {branch} {how} in {checkout.root}; nothing was checked out or pushed",
@@ -186,7 +186,7 @@ def _compile_checks(tree: Path, p: Plan) -> list[str]:
 
 def _date(tree: Path, s: Subject, c: Checkout) -> str:
     """One date for one export on one base, so that commits are reproducible."""
-    if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", s.verdict.date):
+    if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(Z|[+-]\d\d:\d\d)", s.verdict.date):
         return s.verdict.date
     return git(tree, "show", "-s", "--format=%cI", c.base)
 

@@ -11,7 +11,6 @@ from agent.export.checkout import Checkout
 from agent.export.places import CHIPS
 from agent.export.provenance import not_verified, table
 from agent.export.vllm_files import Plan
-from sandbox.verdict import Verdict
 
 BLANK = "**____ (to be filled in by the submitter)**"
 TAGS = {
@@ -45,7 +44,7 @@ def pull_request(p: Plan, c: Checkout, checked: list[str], checklist: str) -> st
     chip, w = CHIPS[p.s.artifact.arch], p.s.artifact.workload
     title = f"[Perf][Kimi-K3][Kernel] {p.place.title} in CuTe DSL for {w['rows']}-token decode on {chip}"
     top = "" if p.s.decision else f"> **{p.s.reviewed}. Do not submit it as it is.**\n\n"
-    top += _unmeasured(p.s.verdict, chip)
+    top += "".join(f"> **{x}**\n\n" for x in warnings(p))
     sections = [
         f"{top}Title: `{title}`", f"## Overview\n\n{_overview(p, chip)}", f"## Claims\n\n{_claims(p)}",
         f"## Validation\n\n{_validation(p, c, checked)}", f"## Details\n\n{_details(p, chip)}",
@@ -53,15 +52,22 @@ def pull_request(p: Plan, c: Checkout, checked: list[str], checklist: str) -> st
     return "\n\n".join(sections) + "\n" + (checklist or "\n(checklist: keep the template's)\n")
 
 
-def _unmeasured(v: Verdict, chip: str) -> str:
-    """A warning above everything where no GPU of that chip gave the numbers."""
+def warnings(p: Plan) -> list[str]:
+    """What must be known before anything else: no GPU gave the numbers, or no model has the sizes."""
+    v, out = p.s.verdict, []
     name = str(v.device.get("name") or v.device.get("kind") or "an unknown device")
     if v.timing is not None and v.timing.kind == "modelled":
-        return (
-            f"> **Nothing was measured on a GPU: judged on {name}, times are modelled. Do not submit it before the "
-            f"tests and the benchmark ran on {chip}.**\n\n"
+        out.append(
+            f"Nothing was measured on a GPU: judged on {name}, times are modelled. Do not submit it before the "
+            f"tests and the benchmark ran on {CHIPS[p.s.artifact.arch]}."
         )
-    return ""
+    hidden = p.dims.get("hidden")
+    if hidden != places.HIDDEN:
+        out.append(
+            f"The kernel was judged with a hidden size of {hidden}, a size for trials; Kimi K3 has {places.HIDDEN}, so "
+            "no model takes it. Optimise with a preset of the real sizes, such as tp8."
+        )
+    return out
 
 
 def _overview(p: Plan, chip: str) -> str:

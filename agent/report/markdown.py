@@ -92,5 +92,7 @@ def _diffs(d: Dossier, room: int) -> list[str]:
             out += [f"The diff is long: its last {left} lines are left out here.", ""]
             diff = kept
         title = f"Diff against the {word}, candidate {base.name}"
+        if d.tuned(base):
+            out += [f"Tunables against the {word}: {safe(d.tuned(base))}", ""]
         out += [f"<details><summary>{title}</summary>", "", fenced(diff), "", "</details>", ""]
     return out

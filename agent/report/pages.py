@@ -25,7 +25,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """A diff against the `word` (parent, seed): `lines` are (css class or "", text)."""
+    """A diff against the `word` (parent, seed): `lines` are (css class or "", text); `tuned`: changed tunables."""
 
     word: str
     name: str
@@ -33,6 +33,7 @@ class Comparison:
     removed: int
     lines: tuple[tuple[str, str], ...]
     rows: tuple[Row, ...]
+    tuned: str
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def _comparisons(d: Dossier) -> Iterator[Comparison]:
         added, removed = counts(diff)
         lines = tuple((_kind(x), x) for x in diff.removesuffix("\n").split("\n")) if diff else ()
         rows = tuple(side_by_side(base.source, d.me.source))
-        yield Comparison(word, base.name, added, removed, lines, rows)
+        yield Comparison(word, base.name, added, removed, lines, rows, d.tuned(base))
 
 
 def _kind(line: str) -> str:

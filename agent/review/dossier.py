@@ -6,6 +6,7 @@ an error: the rest can still be read.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,15 @@ class Dossier:
 
     def diff(self, base: Version) -> str:
         return unified((f"{base.name}.py", base.source), (f"{self.me.name}.py", self.me.source))
+
+    def tuned(self, base: Version) -> str:
+        """Tunables that differ, which no diff of sources shows."""
+        was, now = (json.loads(v.row["tunables"] or "{}") for v in (base, self.me))
+        return ", ".join(
+            f"{k}: {was.get(k, 'unset')} -> {now.get(k, 'unset')}"
+            for k in sorted({*was, *now})
+            if was.get(k) != now.get(k)
+        )
 
     @property
     def speedups(self) -> tuple[changes.Speedup, ...]:

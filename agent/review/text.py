@@ -30,8 +30,11 @@ def diffs(d: Dossier, against: tuple[str, ...]) -> str:
     for word, base in d.bases:
         if word in against:
             diff = d.diff(base)
+            tuned = f"; tunables {clean(d.tuned(base))}" if d.tuned(base) else ""
             head = f"Against the {word}, candidate {base.name}"
-            parts.append(f"{head}\n\n{clean(diff)}" if diff else f"{head}: no difference\n")
+            parts.append(
+                f"{head}{tuned}\n\n{clean(diff)}" if diff else f"{head}: the same source{tuned}\n"
+            )
     return "\n".join(parts)
 
 
@@ -47,6 +50,7 @@ def as_json(d: Dossier) -> dict[str, Any]:
         "not_verified": list(v.not_verified) if v else [],
         "lessons": list(d.lessons), "decisions": [asdict(x) for x in d.decisions],
         "standing": asdict(d.standing) if d.standing else None,
+        "tunables_changed": {word: d.tuned(base) for word, base in d.bases},
         "diffs": {word: d.diff(base) for word, base in d.bases},
         "verdict": v.to_json() if v else None,
     }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from agent.export import bundle, subject
+from agent.export import bundle, subject, texts
 from sandbox.artifact import digest, launch_dict
 from sandbox.devices import cuda_plan
 from sandbox.devices.cuda_driver import launch_config
@@ -157,6 +157,15 @@ def test_what_is_missing_is_named(package: ModuleType) -> None:
         k.prepare({})
     with pytest.raises(package.WrongTensor, match="states.s"):
         k.prepare(weights).bind(inputs, {}, outputs)
+
+
+def test_the_readme_says_where_the_kernel_was_judged(tmp_path: Path) -> None:
+    _, queries, run = small.record(tmp_path, small.artifact(), small.SOURCE)
+    s = subject.find(queries, run, force=False)
+    manifest = {"parts": {"main": {"sm_90a": {"judged": True, "sms": 132}}}, "notes": []}
+    assert texts._devices(manifest, s) == ["- sm_90a, at least 132 SMs: judged on NVIDIA H200."]
+    emulated = replace(s, verdict=replace(s.verdict, device={"kind": "cpu", "name": "cpu"}))
+    assert "never run on a GPU" in texts._devices(manifest, emulated)[0]
 
 
 @pytest.mark.parametrize(("arch", "sms", "message"), [("sm_100a", 148, "this device is sm_100a"),

@@ -333,7 +333,9 @@ def test_pull_request_and_commits_say_what_is_known_and_what_is_not(tmp_path: Pa
         assert wanted in text, wanted
     message = vllm_text.message(p, "kernel")
     assert message.startswith("[Kimi-K3][Kernel] ") and s.verdict_sha256 in message
-    assert "Nothing was measured" not in text and "SM100 family" in text
+    assert (
+        "size for trials" in text and "Nothing was measured" not in text and "SM100 family" in text
+    )
     modelled = replace(s.verdict, timing=replace(s.verdict.timing, kind="modelled"))  # type: ignore[type-var]
     said = vllm_text.pull_request(replace(p, s=replace(s, verdict=modelled)), c, [], "")
     assert said.startswith("> **Nothing was measured on a GPU") and "instances (modelled)" in said

@@ -53,6 +53,8 @@ def test_the_page_stands_alone_and_hostile_text_stays_text(view: Any) -> None:
     assert "<script" not in page and "<b>bold" not in page and "\x1b" not in page
     assert found.text.count("<script>alert(1)</script>") >= 6
     assert '# <b>bold</b> "quoted" & more' in found.text
+    assert found.text.count("Tunables: stages: unset -> 3") == 2
+    assert "Tunables against the parent: stages: unset -" in markdown(view)
     assert not re.search(r"(?:https?:)?//[a-z]", re.sub(r"http://www\.w3\.org/\S+?\"", "", page))
 
 

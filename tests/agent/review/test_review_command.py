@@ -65,6 +65,8 @@ def test_the_diffs_in_the_pipe_name_one_parent_when_asked(kit: Any, call: Call) 
     run = stage(kit)
     out = call(f"{run}-3", "--against", "parent").stdout
     assert out.count("diff --git") == 1 and f"a/{run}-1.py" in out
+    # No diff of sources shows a changed tunable.
+    assert f"Against the parent, candidate {run}-1; tunables stages: unset -> 3\n" in out
 
 
 def test_side_by_side_and_forced_colour(
