@@ -135,6 +135,22 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _overlap(launches: int, layers: Any) -> str:
+    """What a chain of few launches may claim that one of many may not."""
+    if isinstance(layers, int) and launches <= layers:
+        return ", so that weight traffic of an operation can start before the one before it ends"
+    return "; with so many it shows the mathematics in one step, and little of the gain that fewer would bring"
+
+
+def _kind(s: Subject) -> str:
+    kind = s.verdict.timing.kind if s.verdict.timing else "not timed"
+    return (
+        kind.capitalize()
+        if kind == "measured"
+        else f"Times are **{kind}**, nothing was measured on a GPU"
+    )
+
+
 def rfc(s: Subject) -> str:
     """RFC.md: what a discussion upstream needs before any patch of a whole-stack kernel."""
     w = s.artifact.workload
@@ -143,10 +159,9 @@ def rfc(s: Subject) -> str:
         "# [RFC]: Whole-stack decode kernel for Kimi K3 behind specialized decode", "",
         "Draft. A person completes and submits it; the blanks are marked.", "",
         "## Motivation", "",
-        f"A decode step at small batch reads each weight once; between kernels the memory system idles. This kernel "
+        "A decode step at small batch reads each weight once; between kernels the memory system idles. This kernel "
         f"runs a {w.get('layers')}-layer step of one tensor-parallel rank in {launches} launch"
-        f"{'es' if launches != 1 else ''}, so that weight traffic of the next operation starts before the last one "
-        "ends. Measured:", "", table(s),
+        f"{'es' if launches != 1 else ''}{_overlap(launches, w.get('layers'))}. {_kind(s)}:", "", table(s),
         "## Why this is no patch", "",
         "vLLM's hooks are per layer and per operation: `build_providers()` and `Attention.run`, `PreparedMoE.run` in "
         "`specialized_decode`, quant methods and `attn_res` elsewhere. A kernel that crosses layers replaces the loop "

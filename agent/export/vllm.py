@@ -148,6 +148,7 @@ def _commits(tree: Path, p: Plan, c: Checkout, checks: Checks) -> str:
     area = vllm_files.ci(p, listed)
     if area is not None:
         (tree / KERNELS_CI).write_text(area)
+    checks.done.append(vllm_files.collected(tree, p, area))
     checks.done.append(style.polish(tree, [*files, *dict.fromkeys(edited)], p.kernel))
     checks.done += _compile_checks(tree, p)
     kernel = [n for n in files if n.startswith(p.folder)] + list(dict.fromkeys(edited))

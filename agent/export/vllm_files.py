@@ -7,8 +7,10 @@ their place is not found exactly once.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -21,6 +23,7 @@ from agent.export.subject import ExportRefused, Subject
 from sandbox.artifact import Artifact
 
 KERNELS_CI = ".buildkite/test_areas/kernels.yaml"
+MODELS_CI = ".buildkite/test_areas/models_basic.yaml"
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,22 @@ def edit(text: str, e: Edit, name: str) -> str:
         )
     new = e.text.replace("NAME", name)
     return text.replace(e.anchor, e.anchor + new if e.after else new + e.anchor)
+
+
+def collected(tree: Path, p: Plan, area: str | None) -> str:
+    """Which job of the checkout's CI runs the new test, as a sentence."""
+    if area is not None:
+        return f"CI: a job for {p.test} was added to {KERNELS_CI}"
+    try:
+        listed = (tree / MODELS_CI).read_text()
+    except OSError:
+        listed = ""
+    found = re.search(r"^\s*-\s*pytest\b.*\bmodels/kimi_k3(?=\s|$)", listed, re.M)
+    return (
+        f"CI: a job in {MODELS_CI} runs all of tests/models/kimi_k3 (`{found[0].strip(' -')}`)"
+        if found
+        else f"CI: NO job was found in {MODELS_CI} that runs tests/models/kimi_k3; list {p.test} somewhere"
+    )
 
 
 def ci(p: Plan, text: str) -> str | None:

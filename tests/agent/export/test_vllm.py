@@ -187,6 +187,8 @@ def test_whole_stacks_are_refused_with_the_reason_and_get_an_rfc(tmp_path: Path)
     said = refused(queries, s, root)
     assert "no hook" in said and "--to bundle" in said and "RFC" in said
     assert texts.is_whole_stack(s) and "Why this is no patch" in texts.rfc(s)
+    one = texts._overlap(1, 4)
+    assert "can start before" in one and "little of the gain" in texts._overlap(56, 4)
     queries, s, _ = piece(tmp_path / "b", "mla")
     assert "attention backends" in refused(queries, s, root)
 
@@ -287,6 +289,19 @@ def test_long_lines_are_wrapped_and_the_code_stays_the_same() -> None:
         return ast.dump(tree)
 
     assert code(text) == code(source)
+
+
+def test_the_job_that_runs_the_test_is_named_or_missed(tmp_path: Path) -> None:
+    _, s, w = piece(tmp_path / "r", "attn-res")
+    p = plan(s, w)
+    assert "was added" in vllm_files.collected(tmp_path, p, "text")
+    assert "NO job" in vllm_files.collected(tmp_path, p, None)
+    area = tmp_path / vllm_files.MODELS_CI
+    area.parent.mkdir(parents=True)
+    area.write_text("# - pytest models/kimi_k3\n    - pytest -v models/kimi_k3/test_one.py\n")
+    assert "NO job" in vllm_files.collected(tmp_path, p, None)
+    area.write_text("  commands:\n    - pytest -v -s models/kimi_k3 --ignore=x\n")
+    assert "runs all of" in vllm_files.collected(tmp_path, p, None)
 
 
 def test_a_rebuild_says_what_differs() -> None:
