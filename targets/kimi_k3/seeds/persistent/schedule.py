@@ -6,6 +6,9 @@ CTA give back in order without waiting for anything behind it in the list, and f
 before they take the first stage of an expert. `simulate` runs exactly these rules for all CTAs and says who stands
 still if one does.
 
+Boxes add nothing to this: who looks into one waits for an element whose owner posts it before it arrives (or hints) at
+the edge that was waited for, and posting waits for nobody.
+
 The lists are written down here a second time, beside the kernel's loops; the cpu device runs the kernel itself.
 """
 
