@@ -110,7 +110,11 @@ def _bundle(queries: Queries, found: Any, asked: dict[str, Any]) -> dict[str, An
 
 def _vllm(queries: Queries, found: Any, asked: dict[str, Any]) -> dict[str, Any]:
     from agent.export import vllm
+    from agent.export.checkout import open_checkout
 
+    # Refusals come before the compile, which takes a while.
+    vllm.place_for(found, asked["place"])
+    open_checkout(asked["checkout"].resolve())
     rebuilt = _rebuilt(found, asked)
     suffix = "" if asked["place"] == "op" else f"-{asked['place']}"
     folder = _output(asked, f"{found.slug}-vllm{suffix}")

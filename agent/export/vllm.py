@@ -56,7 +56,7 @@ class Checks:
 
 def write(queries: Queries, s: Subject, wanted: Wanted) -> Exported:
     """Raises ExportRefused, NoIsolation, OSError."""
-    place = _place(s, wanted.kind)
+    place = place_for(s, wanted.kind)
     vllm_files.check_entry(place, s.source)
     checkout = open_checkout(wanted.checkout)
     checks = Checks([f"reproduction: {wanted.rebuilt.sentence}"])
@@ -85,8 +85,8 @@ def write(queries: Queries, s: Subject, wanted: Wanted) -> Exported:
     return Exported(wanted.folder, branch, tip, series, said)
 
 
-def _place(s: Subject, kind: str) -> Place:
-    """Raises ExportRefused."""
+def place_for(s: Subject, kind: str) -> Place:
+    """Where it goes. Raises ExportRefused with the reason if nowhere."""
     place = places.find(s.artifact.target, kind)
     if isinstance(place, str):
         other = places.find(s.artifact.target)

@@ -386,3 +386,20 @@ def test_the_command_wants_a_review_and_says_loudly_when_forced(tmp_path: Path) 
 
 def test_templates_are_shipped() -> None:
     assert "class Kernel" in bundle.template("bundle/loader.py.tmpl")
+
+
+def test_refusals_come_before_the_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agent.export import rebuild as rebuilding
+
+    monkeypatch.setattr(rebuilding, "rebuild", lambda s: pytest.fail("compiled for nothing"))
+    root = vllm_tree.small(tmp_path / "vllm")
+    target = find("kimi-k3-attn-res")
+    w = target.workload(Options("tiny"))
+    artifact = Artifact(w.target, w.key, "sm_90a", w.buffers, NOTHING, source_sha256="0" * 64)
+    place, _, run = small.record(tmp_path / "r", artifact, target.seed_source())
+    args = ["export", run, "--to", "vllm", "--checkout", str(root), "--db", str(place.db)]
+    done = CliRunner().invoke(main, [*args, "--place", "specialized-decode"])
+    assert done.exit_code == 1 and "SM100 family" in done.output
+    (root / "mine.txt").write_text("x")
+    done = CliRunner().invoke(main, args)
+    assert done.exit_code == 1 and "uncommitted or untracked" in done.output
