@@ -79,7 +79,9 @@ def review(name: str, **asked: Any) -> int:
     every = promoted(queries, run["id"]) if asked["every"] else queue(queries, run["id"])
     seqs = every if only is None else [only]
     if not seqs:
-        common.complain(f"no candidate of run {run['id']} waits for a decision")
+        common.complain(
+            f"no candidate of run {run['id']} waits for a decision: {_why_none(queries, run)}"
+        )
         if asked["as_json"]:
             common.emit(True, {"run": run["id"], "queue": []}, "")
         return 1
@@ -94,6 +96,15 @@ def review(name: str, **asked: Any) -> int:
         return _ask_all(place, shown, look)
     page(shown, look.against, look.side, pager=False)
     return 0
+
+
+def _why_none(queries: Queries, run: Mapping[str, Any]) -> str:
+    if promoted(queries, run["id"]):
+        return "all that were promoted are decided, --all shows them"
+    at_work = "; it is still at work" if run["state"] == "running" else ""
+    return (
+        f"nothing but the seed was promoted{at_work}. A candidate can be named: {run['id']}-NUMBER"
+    )
 
 
 def _named(queries: Queries, name: str) -> tuple[dict[str, Any], int | None]:

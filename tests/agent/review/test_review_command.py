@@ -39,7 +39,7 @@ def test_the_queue_holds_what_was_promoted_and_not_decided(kit: Any, call: Call)
     assert call(run, "--reject", f"{run}-1", "--note", "old").exit_code == 0
     done = call(run)
     assert (done.exit_code, done.stdout) == (1, "")
-    assert "waits for a decision" in done.stderr
+    assert "waits for a decision: all that were promoted are decided" in done.stderr
     assert call(run, "--all").exit_code == 0
 
 
