@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agent.report.drawing import BLUE, GREEN, GREY, ORANGE, WIDTH
+from agent.report.drawing import BLUE, GREEN, GREY, ORANGE, WIDTH, legend_above
 from agent.report.svg import draw
 from targets.base import Options, UnknownOption, UnknownTarget, find
 
@@ -83,8 +83,8 @@ def roofline(r: Roof | None, spots: list[Spot], kinds: str) -> str:
     def paint(figure: Figure) -> None:
         ax = figure.subplots()
         rates = [y for y in (r.measured, r.spec) if y]
-        ridge = r.peak * 1e3 / max(rates) if r.peak else 30 * x
-        xs = [x / 20, min(x, ridge), ridge, 8 * max(ridge, x)]
+        ridges = [r.peak * 1e3 / y for y in rates] if r.peak else [30 * x]
+        xs = sorted({x / 10, x, *ridges, 4 * max(*ridges, x)})
         for rate, colour, words in (
             (r.measured, BLUE, "streaming rate measured"), (r.spec, ORANGE, "bandwidth by specification"),
         ):  # fmt: skip
@@ -102,6 +102,9 @@ def roofline(r: Roof | None, spots: list[Spot], kinds: str) -> str:
         ax.set_yscale("log")
         ax.set_xlabel("flops per byte that must cross HBM")
         ax.set_ylabel(f"TFLOP/s ({kinds or 'unknown'})")
-        ax.legend(loc="best", fontsize=8)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(lambda v, _: f"{v:g}")  # powers would need a maths font
+            axis.set_minor_formatter(lambda v, _: "")
+        legend_above(figure)
 
-    return draw("roofline", "roofline of the step", paint, (WIDTH, 3.6))
+    return draw("roofline", "roofline of the step", paint, (WIDTH, 4.0))

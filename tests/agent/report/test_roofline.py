@@ -41,6 +41,7 @@ def test_roofs_and_spots_are_in_the_units_of_the_axes() -> None:
         "TFLOP/s (measured)",
     ):
         assert words in page, words
+    assert "mathdefault" not in page and ">1000<" in page
     assert not re.search(r"\bnan\b|\binf\b", page)
 
 
