@@ -144,6 +144,11 @@ def _unverified(p: Plan) -> list[str]:
         )
     if p.place.entry == "attn_res":
         out.append("- the epsilon and bank size of models other than Kimi K3")
+    if p.inside and _pdl(p):
+        out.append(
+            "- overlap with its neighbours in the executor's chain of programmatic dependent launches (the kernel is "
+            "launched with it): read where it waits and where it lets dependents go"
+        )
     if p.inside:
         out.append(
             "- the boundary before the first layer, which has no delta, and the closing one: the judge ran chains of "
@@ -206,6 +211,10 @@ def other_place(p: Plan) -> str:
     )
 
 
+def _pdl(p: Plan) -> bool:
+    return any(x.pdl for x in p.s.artifact.step.launches)
+
+
 def _warm_up(p: Plan) -> str:
     if p.inside:
         return (
@@ -227,7 +236,12 @@ def _limits(p: Plan) -> str:
     if p.inside:
         return (
             "one compile at start-up; static shapes; nothing is allocated in `run()` and nothing waits on the host; "
-            "weight addresses are baked in, as everywhere in this executor."
+            "weight addresses are baked in, as everywhere in this executor. "
+            + (
+                "Launched with PDL, see above."
+                if _pdl(p)
+                else "Launched without PDL, so it overlaps neither its predecessor nor its successor."
+            )
         )
     return (
         "one compile at start-up per row count; static shapes; output is allocated per call from the graph pool; "

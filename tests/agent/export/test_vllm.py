@@ -355,8 +355,19 @@ def test_pull_request_and_commits_say_what_is_known_and_what_is_not(tmp_path: Pa
     said = vllm_text.pull_request(replace(p, s=replace(s, verdict=modelled)), c, [], "")
     assert said.startswith("> **Nothing was measured on a GPU") and "instances (modelled)" in said
     inside = vllm_text.pull_request(plan(s, w, places.DECODE), c, [], "")
-    for wanted in ("cluster kernel", "mailbox ring", "`compile_boundary`", "no delta"):
+    for wanted in (
+        "cluster kernel",
+        "mailbox ring",
+        "`compile_boundary`",
+        "no delta",
+        "without PDL",
+    ):
         assert wanted in inside, wanted
+    step = replace(NOTHING, launches=tuple(replace(x, pdl=True) for x in NOTHING.launches))
+    overlapping = replace(s, artifact=replace(s.artifact, step=step))
+    assert "programmatic dependent launches" in vllm_text.pull_request(
+        plan(overlapping, w, places.DECODE), c, [], ""
+    )
     forced = replace(s, decision=None)
     assert "NOBODY HAS REVIEWED" in vllm_text.pull_request(replace(p, s=forced), c, [], "")
     assert "Not reviewed by a person" in vllm_text.message(replace(p, s=forced), "tests")
