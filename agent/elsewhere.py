@@ -44,6 +44,7 @@ class FolderJudge:
             },
         )  # fmt: skip
         flag = f" --against {job.incumbent}" if job.incumbent else ""
+        flag += f" --target {job.target}" if ".py:" in job.target else ""
         jail = job.compile_isolation.get("tier", "none")
         raise Waiting(
             f"judge it on the other host: kernelgen judge {job.artifact} --tier {job.tier} --device "
@@ -61,7 +62,9 @@ def requests(files: RunFiles) -> Path:
 
 def read_verdict(path: Path) -> Verdict:
     """A verdict.json as hostile input. Raises Malformed, OSError."""
-    data = strict.parse(path.read_bytes(), path.name, MAX_VERDICT_BYTES)
+    with path.open("rb") as file:
+        read = file.read(MAX_VERDICT_BYTES + 1)
+    data = strict.parse(read, path.name, MAX_VERDICT_BYTES)
     try:
         return from_json(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

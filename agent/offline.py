@@ -94,6 +94,16 @@ def options_json(options: Options) -> dict[str, Any]:
     return {**asdict(options), "extra": dict(options.extra)}
 
 
+def only_trusted(artifact: Artifact, target: str | None) -> None:
+    """A file that an artifact names as its target would be run: only if the user named it. Raises Malformed."""
+    if ".py:" in artifact.target and artifact.target != target:
+        named = artifact.target
+        raise Malformed(
+            "target",
+            f"is the file {named}, which would be run: if you trust it, give --target {named}",
+        )
+
+
 def options_of(artifact: Artifact) -> Options:
     """The options an artifact was compiled for. Raises UnknownTarget, UnknownOption, Malformed."""
     key = dict(artifact.workload)

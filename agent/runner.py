@@ -23,7 +23,7 @@ from agent.models.calls import Clerk
 from agent.state import Deps, Reporter
 from agent.store import Queries, RunRow, Store
 from agent.types import Task
-from agent.workspace import Place, read_json, write_json
+from agent.workspace import Missing, Place, read_json, write_json
 from sandbox.jobs import Compiler, Judge
 from targets.base import Target, find
 
@@ -120,10 +120,10 @@ def create(
 
 
 def load_settings(place: Place, run: str) -> RunSettings:
-    """Raises LookupError for a run whose folder is gone."""
+    """Raises Missing for a run whose folder is gone."""
     written = read_json(place.workspace.run(run).settings)
     if written is None:
-        raise LookupError(f"the folder of run {run} is missing from {place.workspace.root}")
+        raise Missing(f"the folder of run {run} is missing from {place.workspace.root}")
     return settings_from_json(written["settings"])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +96,17 @@ class UnknownOption(ValueError):
 
 
 class UnknownTarget(ValueError):
-    """No such target; the message lists those there are."""
+    """No such target; the message lists those there are, or says why a user's file is none."""
+
+
+_PARTS = (
+    "name",
+    "summary",
+    "presets",
+    "reference",
+    "seed_source",
+    "workload",
+)  # what a Target must have
 
 
 _TARGETS: dict[str, Callable[[], Target]] = {}
@@ -131,12 +142,32 @@ def _from_file(name: str) -> Target:
     file = Path(path).resolve()
     if not file.is_file():
         raise UnknownTarget(f"no file {path} for the target {name}")
-    module = load_module(file)
+    try:
+        module = load_module(file)
+    except (Exception, SystemExit) as error:
+        raise UnknownTarget(f"{path} cannot be imported: {_reason(error, file)}") from error
     if not hasattr(module, attribute):
         raise UnknownTarget(f"{path} defines no {attribute}")
     found: Any = getattr(module, attribute)
-    target: Target = found() if isinstance(found, type) else found
+    try:
+        target: Target = found() if isinstance(found, type) else found
+    except Exception as error:
+        raise UnknownTarget(f"{name} cannot be made: {_reason(error, file)}") from error
+    missing = [part for part in _PARTS if not hasattr(target, part)]
+    if missing:
+        raise UnknownTarget(f"{name} is no target: it lacks {', '.join(missing)} (targets/base.py)")
     return target
+
+
+def _reason(error: BaseException, file: Path) -> str:
+    """What went wrong and, where it is known, on which line of the user's file."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == str(file):
+            line = frame.lineno
+    where = f" (line {line})" if line else ""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {text}{where}"
 
 
 def load_module(file: Path) -> Any:
@@ -149,5 +180,9 @@ def load_module(file: Path) -> Any:
         raise UnknownTarget(f"{file} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]  # half a module is not the file
+        raise
     return module

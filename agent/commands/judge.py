@@ -26,6 +26,8 @@ from sandbox.verdict import Status, Tier, Verdict
 @click.command()
 @click.argument("folders", nargs=-1, metavar="DIR...",
                 type=click.Path(exists=True, file_okay=False, path_type=Path))  # fmt: skip
+@click.option("--target", default=None, metavar="FILE.py:NAME",
+              help="An own target that the artifacts may name; else only built-in targets are judged.")  # fmt: skip
 @click.option("--tier", type=TIERS, default="screen", help="How thoroughly to judge.")
 @click.option("--device", default=None, metavar="cuda|cuda:N|cpu", callback=common._device,
               help="Where kernels run.  [default: cuda if there is one, else cpu]")  # fmt: skip
@@ -57,7 +59,8 @@ from sandbox.verdict import Status, Tier, Verdict
 @common.json_option
 def judge(folders: tuple[Path, ...], **asked: Any) -> int:
     """Judge artifact folders: target and workload come from the artifact, which is read as hostile
-    input.
+    input. A target is trusted code, so an artifact that names a file as its target is judged only
+    if --target names that file too.
 
     \b
     Examples:
@@ -101,11 +104,18 @@ def judge(folders: tuple[Path, ...], **asked: Any) -> int:
 
 
 def _job(folder: Path, asked: dict[str, Any]) -> JudgeJob:
-    """Raises Malformed, UnknownTarget, UnknownOption."""
-    artifact = artifact_store.load(folder)
-    options = offline.options_of(artifact)
+    """Raises Malformed, which names the folder, UnknownTarget, UnknownOption."""
+    try:
+        artifact = artifact_store.load(folder)
+        offline.only_trusted(artifact, asked["target"] and common.full_name(asked["target"]))
+        options = offline.options_of(artifact)
+    except Malformed as error:
+        raise Malformed(f"{folder}:", f"{error}{_inside(folder)}") from error
     if asked["against"] is not None:
-        artifact_store.load(asked["against"])
+        try:
+            artifact_store.load(asked["against"])
+        except Malformed as error:
+            raise Malformed(f"{asked['against']}:", str(error)) from error
     return JudgeJob(
         artifact=folder.resolve(), target=artifact.target, options=offline.options_json(options),
         device=asked["device"], tier=Tier(asked["tier"]),
@@ -113,6 +123,14 @@ def _job(folder: Path, asked: dict[str, Any]) -> JudgeJob:
         deadline_s=deadline(Tier(asked["tier"]), asked["deadline"], asked["device"]),
         compile_isolation={"tier": asked["jail"]} if asked["jail"] else {},
     )  # fmt: skip
+
+
+def _inside(folder: Path) -> str:
+    """A hint for who gives `compile -o`'s folder instead of the artifact's own, which lies in it."""
+    if (folder / artifact_store.MANIFEST).exists():
+        return ""
+    found = sorted(p.parent for p in folder.glob(f"*/{artifact_store.MANIFEST}"))
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 @click.command()

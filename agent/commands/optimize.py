@@ -159,7 +159,10 @@ def resume(**asked: Any) -> int:
     place = common.place_of(asked["db"], asked["out"])
     if not place.db.exists():
         raise common.Usage(f"there is no record {place.db}")
-    run = Queries(Store(place.db), place.workspace).run(asked["run"])["id"]
+    row = Queries(Store(place.db), place.workspace).run(asked["run"])
+    if row["kind"] != "optimize":
+        raise common.Usage(f"run {row['id']} is of `{row['kind']}`: only runs of `optimize` go on")
+    run = row["id"]
     settings = with_limits(load_settings(place, run), **_limits(asked))
     if asked["no_wait"] is not None:
         settings = replace(settings, wait=not asked["no_wait"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,37 @@ def test_a_run_judged_elsewhere_is_brought_on_by_record(call: Call, tmp_path: Pa
     assert "best: the seed" in done.stdout
     beside = call("record", run, "v.json")
     assert (beside.exit_code, "kept as evidence" in beside.stdout) == (0, True)
+
+
+def test_judge_runs_no_file_that_only_the_artifact_names(call: Call, tmp_path: Path) -> None:
+    """An artifact is hostile: its target, if a file, is trusted code only once the user says so."""
+    evil = tmp_path / "evil.py"
+    evil.write_text(
+        "from pathlib import Path\nPath('ran').touch()\nfrom agent.fakes import FakeTarget as X"
+    )
+    target = f"{evil}:X"
+    sys.modules.pop(f"kernelgen_user_{abs(hash(str(evil)))}", None)
+    (tmp_path / "mine.py").write_text(kernel(80))
+    assert call("compile", "--target", target, "mine.py", "-o", "out").exit_code == 0
+    Path("ran").unlink()
+    sys.modules.pop(f"kernelgen_user_{abs(hash(str(evil)))}")
+    (folder,) = Path("out").iterdir()
+    done = call("judge", str(folder), "--device", "cpu")
+    assert (done.exit_code, Path("ran").exists()) == (1, False), done.output
+    assert f"give --target {target}" in done.stderr
+    wrong = call("judge", "out", "--device", "cpu")
+    assert f"did you mean {folder}?" in wrong.stderr and wrong.exit_code == 1
+
+
+def test_resume_of_what_is_no_run_of_the_loop_is_one_line(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(kernel(80))
+    assert call("evaluate", "--target", TARGET, "--device", "cpu", "mine.py").exit_code == 0
+    done = call("resume", "last")
+    assert (done.exit_code, "is of `evaluate`" in done.stderr) == (2, True), done.output
+    run = json.loads(optimize(call, "--rounds", "0", "--json").stdout)["run"]
+    shutil.rmtree(tmp_path / ".kernelgen/runs" / run)
+    gone = call("resume", run)
+    assert (gone.exit_code, gone.stderr.count("\n"), "is missing" in gone.stderr) == (1, 1, True)
 
 
 def test_dry_run_shows_the_prompt_and_the_cost_and_records_nothing(call: Call) -> None:

@@ -53,6 +53,33 @@ def test_seed_compiles_to_one_launch(tmp_path: Path, preset: str, rows: int, war
     assert (launch.grid, launch.block) == ((-(-rows // warps), 1, 1), (32 * warps, 1, 1))
 
 
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (
+            "x = 1\ny = 1 / 0\n",
+            r"cannot be imported: ZeroDivisionError: division by zero \(line 2\)",
+        ),
+        ("\ndef (", r"cannot be imported: SyntaxError: invalid syntax \(line 2\)"),
+        ("import sys; sys.exit(7)", "cannot be imported: SystemExit: 7"),
+        (
+            "class T:\n  def __init__(self):\n    raise OSError('no')",
+            r"cannot be made: OSError: no \(line 3\)",
+        ),
+        (
+            "class T:\n  name = 'x'\n  summary = ''",
+            "lacks presets, reference, seed_source, workload",
+        ),
+    ],
+)
+def test_a_file_that_is_no_target_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "t.py"
+    file.write_text(text)
+    for _ in range(2):  # half a module must not count as loaded the second time
+        with pytest.raises(UnknownTarget, match=words):
+            find(f"{file}:T")
+
+
 def test_what_is_not_there_is_said() -> None:
     with pytest.raises(UnknownTarget, match="no file"):
         find("nowhere/x.py:Thing")
