@@ -9,7 +9,9 @@ moves to `taken/`. Nothing in the folder is executed; whoever can write there ca
 from __future__ import annotations
 
 import json
+import math
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,7 @@ from agent.models.base import Model, NoProposal, Request, Waiting
 from agent.models.folder import write_folder
 from agent.types import Direction, Proposal, Situation, Task
 from agent.workspace import Workspace, write_bytes
+from sandbox import strict
 from sandbox.verdict import Verdict
 
 POLL_S = 0.5
@@ -121,17 +124,40 @@ def offer(folder: Path, source: str, claims: dict[str, Any] | None = None) -> Pa
     return folder / "candidate.py"
 
 
-def _read(source: Path, claims: Path) -> Proposal:
-    if source.is_symlink() or source.stat().st_size > MAX_SOURCE_BYTES:
-        raise NoProposal(f"candidate.py is a link or larger than {MAX_SOURCE_BYTES >> 20} MB")
+def _plain(path: Path, name: str) -> bytes:
+    """A file's content; a link, folder or pipe, which the author may put there, is none. Raises NoProposal."""
+    refused = NoProposal(
+        f"{name} is no plain file (a link?) or larger than {MAX_SOURCE_BYTES >> 20} MB"
+    )
     try:
-        text = source.read_text()
-        said = json.loads(claims.read_bytes()) if claims.exists() else {}
-    except ValueError as error:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise refused from error
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_SOURCE_BYTES:
+        os.close(fd)
+        raise refused
+    with os.fdopen(fd, "rb") as file:
+        return file.read(MAX_SOURCE_BYTES)
+
+
+def _read(source: Path, claims: Path) -> Proposal:
+    try:
+        text = _plain(source, "candidate.py").decode()
+        there = os.path.lexists(claims)
+        data = _plain(claims, "candidate.json") if there else b"{}"
+        said = strict.parse(data, "candidate.json", MAX_SOURCE_BYTES)
+        gain = said.get("predicted_gain") if isinstance(said, dict) else None
+        known = float(gain) if isinstance(gain, (int, float)) else None
+        if known is not None and not math.isfinite(known):
+            raise ValueError("predicted_gain is no finite number")
+        json.dumps(
+            said, ensure_ascii=False
+        ).encode()  # half a surrogate pair can be written nowhere
+    except (ValueError, OverflowError) as error:
         raise NoProposal(f"candidate.py or candidate.json cannot be read: {error}") from error
     if not isinstance(said, dict) or not isinstance(said.get("tunables", {}), dict):
         raise NoProposal("candidate.json is no object with note, predicted_gain and tunables")
     note = str(said.get("note") or docstring(text))
-    gain = said.get("predicted_gain")
-    known = float(gain) if isinstance(gain, (int, float)) else predicted_gain(note)
+    known = predicted_gain(note) if known is None else known
     return Proposal(text, note, known, said.get("tunables", {}))

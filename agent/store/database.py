@@ -64,6 +64,9 @@ def transaction(path: Path) -> Iterator[Database]:
 def migrate(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with connect(path) as db:
+        tables = set(db.table_names()) - {"checkpoints", "writes"}  # LangGraph's
+        if tables and "_sqlite_migrations" not in tables:
+            raise Corrupt(f"{path} is another program's database, no record of kernelgen")
         db.conn.execute("PRAGMA journal_mode = WAL")
         migrations.apply(db)
 

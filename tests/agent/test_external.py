@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,42 @@ def test_an_unreadable_proposal_is_rejected_and_the_run_goes_on(kit: Any, tmp_pa
     (folder / "candidate.json").write_text("[1, 2")
     ended = kit.go(run, external(kit, folder))
     assert ended.how == "waiting"
+    assert kit.queries.candidates(run)[1]["status"] == "rejected"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("candidate.py", "folder"), ("candidate.py", "pipe"), ("candidate.py", "link"),
+        ("candidate.json", "folder"), ("candidate.json", "pipe"), ("candidate.json", "link"),
+        ("candidate.json", '{"predicted_gain": NaN}'), ("candidate.json", '{"predicted_gain": 1e999}'),
+        ("candidate.json", f'{{"predicted_gain": 1{"0" * 400}}}'), ("candidate.json", "[" * 100_000),
+        ("candidate.json", '{"note": "\\ud800"}'), ("candidate.json", '{"note": "' + "x" * (1 << 20) + '"}'),
+    ],
+)  # fmt: skip
+def test_what_is_no_plain_proposal_ends_as_rejected_and_the_run_goes_on(
+    kit: Any, tmp_path: Path, name: str, what: str
+) -> None:
+    """A folder or a pipe there must neither hang the run nor leave it stuck at every resume."""
+    folder = tmp_path / "outside"
+    run = kit.new(proposer="external", limits=LIMITS)
+    kit.go(run, external(kit, folder))
+    offer(folder, kernel(80))
+    odd = folder / name
+    odd.unlink(missing_ok=True)
+    if what == "folder":
+        odd.mkdir()
+    elif what == "pipe":
+        os.mkfifo(odd)
+    elif what == "link":
+        (tmp_path / "secret").write_text("{}")
+        odd.symlink_to(tmp_path / "secret")
+    else:
+        odd.write_text(what)
+    assert kit.go(run, external(kit, folder)).how == "waiting"
+    offer(folder, kernel(80))
+    assert kit.go(run, external(kit, folder)).incumbent == 2
     assert kit.queries.candidates(run)[1]["status"] == "rejected"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent.store import Corrupt, Queries, RunRow, Store
-from agent.store.database import connect, transaction
+from agent.store.database import connect, migrate, transaction
 from agent.store.queries import NotFound
 from agent.store.store import CandidateRow, JudgedRow
 from agent.workspace import Missing, Workspace
@@ -156,3 +157,14 @@ def test_a_damaged_blob_is_missed_not_believed(tmp_path: Path) -> None:
     next(tmp_path.glob(f"blobs/*/{name}")).write_text("other")
     with pytest.raises(Missing, match="damaged"):
         w.get(name)
+
+
+def test_another_programs_database_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.db"
+    with sqlite3.connect(path) as theirs:
+        theirs.execute("create table accounts (name text)")
+    theirs.close()
+    before = path.read_bytes()
+    with pytest.raises(Corrupt, match="no record of kernelgen"):
+        migrate(path)
+    assert path.read_bytes() == before
