@@ -29,7 +29,7 @@ from sandbox.verdict import Failure, Status, Verdict
 # Nothing else of the agent's environment reaches the process that runs candidates.
 KEEP = (
     "PATH", "HOME", "LANG", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PYTHONPATH",
-    "KERNELGEN_PTXAS", "KERNELGEN_NVDISASM", "KERNELGEN_CACHE", "KERNELGEN_COMPUTE_SANITIZER", "KERNELGEN_NCU",
+    "KERNELGEN_PTXAS", "KERNELGEN_NVDISASM", "KERNELGEN_CACHE", "KERNELGEN_CPU_CACHE", "KERNELGEN_COMPUTE_SANITIZER", "KERNELGEN_NCU",
     "KERNELGEN_COUNTERS", "OMP_NUM_THREADS",
 )  # fmt: skip
 START_S = 180.0

@@ -32,14 +32,15 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _PROJECT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("sandbox", "targets")
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTHONPATH",
-                "KERNELGEN_PTXAS", "KERNELGEN_NVDISASM", "KERNELGEN_CACHE", "OMP_NUM_THREADS",
-                "PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING")  # fmt: skip
+                "KERNELGEN_PTXAS", "KERNELGEN_NVDISASM", "KERNELGEN_CACHE", "KERNELGEN_CPU_CACHE",
+                "OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_MODULE_LOADING")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Room:
     """What a child works with: its own folder for temporary files, the state folder, the GPU it was given (None for
-    the cpu device), further folders that it may read, the level (an index of LEVELS), and descriptors to keep."""
+    the cpu device), further folders that it may read, the level (an index of LEVELS), descriptors to keep, and
+    folders of programs that it starts."""
 
     scratch: Path
     state: Path
@@ -47,6 +48,7 @@ class Room:
     read: tuple[Path, ...] = ()
     level: int = 0
     keep: tuple[int, ...] = ()
+    run: tuple[Path, ...] = ()
 
 
 def confine(parent: int, room: Room, talks: bool = False) -> dict[str, Any]:
@@ -99,12 +101,14 @@ def grant(room: Room) -> Grant:
     devices: tuple[Path, ...] = ()
     if room.gpu is not None:
         devices = gpu.nodes_of(room.gpu if room.level == 0 else None)
-    cache_folder = os.environ.get("KERNELGEN_CACHE")
+    caches = [
+        Path(os.environ[k]) for k in ("KERNELGEN_CACHE", "KERNELGEN_CPU_CACHE") if os.environ.get(k)
+    ]
     return Grant(
-        run=_programs(),
+        run=(*_programs(), *room.run),
         read=room.read,
         names=(_PROJECT,),
-        own=(room.scratch, room.state, *([Path(cache_folder)] if cache_folder else [])),
+        own=(room.scratch, room.state, *caches),
         devices=devices,
         limits=(("CORE", 0), ("FSIZE", gpu.LIMITS.file_bytes), ("NOFILE", gpu.LIMITS.files)),
     )

@@ -162,11 +162,12 @@ def main(argv: list[str] | None = None) -> int:
     )  # an inherited "ignore" would hide how children end
     # Availability checks must not call cuInit in this process: a context does not survive fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # Machine code is kept, so that an incumbent is not assembled again for each of its rivals.
-    os.environ.setdefault("KERNELGEN_CACHE", str(options.state.resolve() / "cache"))
-    # Made here: a child that has narrowed itself may fill the folder, not make it.
-    with suppress(OSError):
-        Path(os.environ["KERNELGEN_CACHE"]).mkdir(parents=True, exist_ok=True)
+    # Machine code is kept, so that an incumbent is not assembled again for each of its rivals. The folders are made
+    # here: a child that has narrowed itself may fill them, not make them.
+    cache = options.state.resolve() / "cache"
+    for name, folder in (("KERNELGEN_CACHE", cache), ("KERNELGEN_CPU_CACHE", cache / "cpu")):
+        with suppress(OSError):
+            Path(os.environ.setdefault(name, str(folder))).mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     channel = Channel(read_fd, write_fd)
     try:

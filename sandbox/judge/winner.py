@@ -80,8 +80,8 @@ def _read_counters(place: Place, tool: Path, progress: Progress) -> Mapping[str,
     """In a child: the tool over a replay."""
     _see_one_gpu(place)
     alone = sanitize.own_network()
-    read = (*_artifact_folder(place), tool.resolve().parent)
-    isolation = confine(place.parent, _room(place, progress, read), talks=True)
+    room = _room(place, progress, _artifact_folder(place), tool)
+    isolation = confine(place.parent, room, talks=True)
     isolation |= {"network": "its own loopback" if alone else "the machine's"}
     progress.confined(isolation)
     progress.enter("ncu")
@@ -132,9 +132,13 @@ def _tools(
     return sanitize.from_json(ended.result.get("outcomes")), dict(ended.result.get("isolation", {}))
 
 
-def _room(place: Place, progress: Progress, read: tuple[Path, ...]) -> Room:
+def _room(
+    place: Place, progress: Progress, read: tuple[Path, ...], tool: Path | None = None
+) -> Room:
+    """`tool`: a program that will be started there, wherever it is installed."""
     keep = (progress.result_fd,)
-    return Room(place.scratch, place.state, place.gpu, read, place.level, keep)
+    run = (tool.resolve().parent,) if tool else ()
+    return Room(place.scratch, place.state, place.gpu, read, place.level, keep, run)
 
 
 def _see_one_gpu(place: Place) -> None:
@@ -195,7 +199,7 @@ def _watch(
     alone = sanitize.own_network()
     isolation = confine(
         place.parent,
-        _room(place, progress, (*_artifact_folder(place), what[0].resolve().parent)),
+        _room(place, progress, _artifact_folder(place), what[0]),
         talks=True,
     )
     isolation |= {"network": "its own loopback" if alone else "the machine's"}
