@@ -47,4 +47,4 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     done = subprocess.run(
         ["sed", "-n", pattern[1], "README.md"], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert done.stdout.strip().endswith("pytest") and len(done.stdout.splitlines()) == 1
+    assert done.stdout.strip().endswith("pytest -n auto") and len(done.stdout.splitlines()) == 1

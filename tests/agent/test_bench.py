@@ -173,6 +173,7 @@ def test_artifacts_are_found_by_workload(tmp_path: Path) -> None:
     assert judge.jobs[0].incumbent == Path("artifact")  # the seed is timed beside another kernel
 
 
+@pytest.mark.slow
 def test_table_and_plot_show_the_arms(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     w = workload()

@@ -20,6 +20,8 @@ from sandbox.devices import cuda_plan
 from sandbox.devices.cuda_driver import launch_config
 from tests.agent.export import small
 
+pytestmark = pytest.mark.slow  # a real export and its assembler, and torch operators
+
 ALLOWED = {
     "__future__", "collections", "ctypes", "cuda", "hashlib", "json", "math", "pathlib", "sys", "torch", "typing",
     "warnings",

@@ -125,6 +125,7 @@ def test_http_wants_the_token_and_this_hosts_name(kit: Any) -> None:
         assert httpx2.post(url, headers=good, json={}).status_code not in (401, 403, 421)
 
 
+@pytest.mark.slow
 def test_a_server_killed_between_submission_and_verdict_loses_nothing(kit: Any) -> None:
     run = new(kit)
     folder = kit.place.workspace.run(run).folder / "external"

@@ -88,6 +88,7 @@ def test_the_numbers_of_the_plots_are_in_tables_too(view: Any) -> None:
         assert words in text, words
 
 
+@pytest.mark.slow
 def test_two_reports_of_one_record_are_equal(view: Any) -> None:
     assert html(view) == html(view)
 

@@ -73,6 +73,7 @@ def test_a_bundle_is_a_candidate_with_tunables_and_headings(part: str) -> None:
     assert text.count("\n# ---- ") >= 2
 
 
+@pytest.mark.slow
 def test_a_bundle_is_the_same_text_every_time_and_what_the_target_hands_out() -> None:
     for part in PARTS:
         name = f"kimi-k3-{part}"
