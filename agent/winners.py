@@ -34,8 +34,9 @@ def write_winner(deps: Deps, seq: int, alone: bool = False) -> Path:
     if result["tunables"]:
         files["tunables.json"] = _pretty(result["tunables"])
     replace_folder(final, files, {"artifact": deps.workspace.artifact(result["artifact"])})
-    others = final.parent.glob(f"{deps.task.run}-*") if alone else ()
-    for other in others:
+    # an unfinished one is what a kill left
+    patterns = (f"{deps.task.run}-*", f".new-{deps.task.run}-*") if alone else ()
+    for other in [o for p in patterns for o in final.parent.glob(p)]:
         if other != final:
             shutil.rmtree(other, ignore_errors=True)
     return final

@@ -211,9 +211,12 @@ class Place:
 
 
 def replace_folder(final: Path, files: Mapping[str, bytes], trees: Mapping[str, Path]) -> None:
-    """Write a folder of files and copied trees under a temporary name, then put it in place."""
+    """Write a folder of files and copied trees under a temporary name, then put it in place. The name is always the
+    same: what a kill left of an earlier attempt is replaced by the next."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
+    temporary = final.with_name(f".new-{final.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     try:
         for name, data in files.items():
             (temporary / name).write_bytes(data)
