@@ -66,6 +66,9 @@ def add_before(
 def shape(dims, cfg):
     if dims.rows != 1:
         raise ValueError("the persistent kernel is for one row")
+    given = (dims.kv, dims.experts_format, dims.taps)
+    if given != ("bf16", "mxfp4", ""):
+        raise ValueError(f"the persistent kernel is for bf16 caches, MXFP4 and no taps, not {given}")
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     return Op(
         dims,

@@ -46,7 +46,7 @@ from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
     "stage_bytes": (28672, 14336),
-    "consumer_warps": (14, 7),
+    "consumer_warps": (14,),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "spin_limit": (0, 200000, 2000000),
 }
@@ -269,6 +269,9 @@ def decode_kernel(
 def shape(dims, cfg):
     if dims.rows != 1:
         raise ValueError("the persistent kernel is for one row")
+    given = (dims.kv, dims.experts_format, dims.taps)
+    if given != ("bf16", "mxfp4", ""):
+        raise ValueError(f"the persistent kernel is for bf16 caches, MXFP4 and no taps, not {given}")
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     return Op(
         dims,

@@ -23,7 +23,7 @@ from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
     "stage_bytes": (28672, 14336),
-    "consumer_warps": (14, 7),
+    "consumer_warps": (14,),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "spin_limit": (0, 200000, 2000000),
 }
