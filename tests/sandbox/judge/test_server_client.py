@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from sandbox import judge_client, judge_wire
+from sandbox.box import landlock
 from sandbox.jobs import JudgeJob
 from sandbox.judge_client import ClientOptions, JudgeClient, JudgeFailed
-from sandbox.verdict import Status
+from sandbox.verdict import Status, Verdict
 from tests.sandbox.judge.test_server_child import alive
 
+SCOPES_SIGNALS = 6  # of Landlock's ABI
 RUNNERS = "tests.sandbox.judge.server_runners"
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -125,19 +127,51 @@ def test_cancel_ends_the_running_job_only(judge: JudgeClient, state: Path) -> No
     assert judge.judge(job(state, "ok")).status is Status.PASSED
 
 
+def at_work(c: JudgeClient) -> tuple[int, list[int]]:
+    """The server and its children, once it has any."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        if c.ready:
+            pid = server_pid(c)
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            if children:
+                return pid, [int(p) for p in children]
+    raise AssertionError("nothing was judged")
+
+
 @pytest.mark.slow
 def test_a_dead_server_costs_one_infra_verdict(state: Path) -> None:
+    verdicts: list[Verdict] = []
     with client(state) as c:
-        verdict = c.judge(job(state, "kills_server"))
+        hanging = job(state, "hangs_outside")
+        thread = threading.Thread(target=lambda: verdicts.append(c.judge(hanging)))
+        thread.start()
+        first, _ = at_work(c)
+        os.kill(first, signal.SIGKILL)
+        thread.join(60)
+        (verdict,) = verdicts
         assert verdict.failure is not None
         assert (verdict.status, verdict.failure.rule) == (Status.INFRA, "judge-server")
-        first = server_pid(c)
         assert c.judge(job(state, "ok")).status is Status.PASSED
         assert server_pid(c) != first
         last = server_pid(c)
         begin = time.monotonic()
     assert time.monotonic() - begin < 10
     assert not alive(last)
+
+
+@pytest.mark.slow
+def test_a_confined_child_cannot_kill_its_server(state: Path) -> None:
+    with client(state) as c:
+        c.judge(job(state, "ok"))
+        pid = server_pid(c)
+        if landlock.abi() < SCOPES_SIGNALS:
+            pytest.skip("this kernel's Landlock does not scope signals")
+        verdict = c.judge(job(state, "kills_server"))
+        assert verdict.failure is not None
+        assert (verdict.status, verdict.failure.rule) == (Status.INFRA, "judge-error")
+        assert server_pid(c) == pid and alive(pid)
 
 
 @pytest.mark.slow
@@ -148,16 +182,7 @@ def test_a_terminated_server_takes_its_child_along(state: Path) -> None:
         target=lambda: results.append(c.judge(job(state, "hangs_outside")).status)
     )
     thread.start()
-    end = time.monotonic() + 60
-    children: list[int] = []
-    while not children and time.monotonic() < end:
-        time.sleep(0.05)
-        if c.ready:
-            pid = server_pid(c)
-            children = [
-                int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            ]
-    assert children
+    pid, children = at_work(c)
     os.kill(pid, signal.SIGTERM)
     thread.join(30)
     assert results == [Status.INFRA]
