@@ -7,9 +7,9 @@ them is the agent's `judge --self-test`. Without torch.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from targets.base import Options, Scalar
 
@@ -59,13 +59,6 @@ class Planted:
                 raise EditFailed(f"{self.name}: edit {number} changes nothing")
             out = out.replace(old, new)
         return out
-
-
-class HasPlanted(Protocol):
-    """A target with planted kernels."""
-
-    @property
-    def planted(self) -> Sequence[Planted]: ...
 
 
 def built_in() -> tuple[Planted, ...]:

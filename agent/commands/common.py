@@ -166,9 +166,3 @@ def full_name(name: str) -> str:
     if colon and path.endswith(".py"):
         return f"{os.path.abspath(path)}:{attribute}"
     return name
-
-
-def width_of(text: str, most: int) -> str:
-    """Shortened to one line of `most` characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"

@@ -17,7 +17,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F, vectors
-from targets.kimi_k3.seeds.persistent.plan import Op
+from targets.kimi_k3.seeds.persistent.plan import Op, refuse_others
 
 
 @cute.jit
@@ -64,11 +64,7 @@ def add_before(
 
 
 def shape(dims, cfg):
-    if dims.rows != 1:
-        raise ValueError("the persistent kernel is for one row")
-    given = (dims.kv, dims.experts_format, dims.taps)
-    if given != ("bf16", "mxfp4", ""):
-        raise ValueError(f"the persistent kernel is for bf16 caches, MXFP4 and no taps, not {given}")
+    refuse_others(dims)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     return Op(
         dims,

@@ -40,7 +40,7 @@ from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda, out_projection
 from targets.kimi_k3.seeds.persistent.mix import Banks, early, late
 from targets.kimi_k3.seeds.persistent.mla import MlaSpace, cache_of, fill_mla, mla
 from targets.kimi_k3.seeds.persistent.moe import Space, dense, fill_dense, fill_moe, load_x, moe
-from targets.kimi_k3.seeds.persistent.plan import Op
+from targets.kimi_k3.seeds.persistent.plan import Op, refuse_others
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 
 TUNABLES = {
@@ -267,11 +267,7 @@ def decode_kernel(
 
 
 def shape(dims, cfg):
-    if dims.rows != 1:
-        raise ValueError("the persistent kernel is for one row")
-    given = (dims.kv, dims.experts_format, dims.taps)
-    if given != ("bf16", "mxfp4", ""):
-        raise ValueError(f"the persistent kernel is for bf16 caches, MXFP4 and no taps, not {given}")
+    refuse_others(dims)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     return Op(
         dims,

@@ -237,3 +237,12 @@ class Op:
     @property
     def value_each(self):
         return self.d.kv_lora // self.value_warps // 8
+
+
+def refuse_others(dims):
+    """Raises ValueError for a workload that these kernels do not compute."""
+    if dims.rows != 1:
+        raise ValueError("the persistent kernel is for one row")
+    given = (dims.kv, dims.experts_format, dims.taps)
+    if given != ("bf16", "mxfp4", ""):
+        raise ValueError(f"the persistent kernel is for bf16 caches, MXFP4 and no taps, not {given}")
