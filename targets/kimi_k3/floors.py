@@ -81,7 +81,8 @@ def floor(
     moe_layers = sum(1 for b in buffers if b.name.endswith(".w1"))
     if distinct is None and moe_layers:
         distinct = [expected_distinct(p.sizes.experts, p.sizes.topk, p.rows)] * moe_layers
-    routed = round(sum(distinct) * expert_bytes(p)) if distinct else 0
+    # the router alone chooses experts and reads none of them
+    routed = round(sum(distinct) * expert_bytes(p)) if distinct and moe_layers else 0
     read, written = state_bytes(p, kda_layers, mla_layers, p.context)
     read += dense_weight_bytes(buffers) + routed + traffic(buffers, "inputs.remote.")
     written += traffic(buffers, "outputs.send.")

@@ -108,6 +108,13 @@ def test_expected_distinct_experts() -> None:
     ]
 
 
+def test_a_router_alone_reads_no_experts_whatever_it_chose() -> None:
+    target = find("kimi-k3-router")
+    w = target.workload(Options(preset="tiny", rows=2))
+    ids = [[list(range(16))] * 2] * w.layers
+    assert target.floor_for(w, ids).bytes == w.floor.bytes  # type: ignore[attr-defined]
+
+
 def test_floor_for_counts_the_experts_really_routed() -> None:
     target = find("kimi-k3-latent-moe")
     assert isinstance(target, KimiTarget)
