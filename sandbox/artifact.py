@@ -24,6 +24,7 @@ MAX_LAUNCHES = 4096
 MAX_PARAM_BYTES = 32764
 MAX_BUFFERS = 8192
 MAX_BUFFER_BYTES = 1 << 40
+MAX_RANKS = 8
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 TIMELINE = "timeline"  # the reserved tunable that asks for a build with marks
 GROUPS = ("inputs", "weights", "states", "outputs", "workspace", "constants")
@@ -35,7 +36,8 @@ PlanName = Literal["step", "prepare"]
 class Buffer:
     """A named dense row-major tensor. `name` is its path in the candidate's `t`, such as `weights.layers.3.w_in`.
 
-    `init` and `lifetime` are set for workspace alone: `zero` or `undefined`, `step` or `persistent`.
+    `init` and `lifetime` are set for workspace alone: `zero` or `undefined`, `step` or `persistent`. In a job of
+    several GPUs the buffers of rank N > 0 are named `NAME@N`; those of rank 0, and of all other jobs, have no mark.
     """
 
     name: str
@@ -53,6 +55,25 @@ class Buffer:
     def nbytes(self) -> int:
         return nbytes(self.dtype, self.shape)
 
+    @property
+    def rank(self) -> int:
+        return rank_of(self.name)
+
+    @property
+    def mailbox(self) -> bool:
+        """Whether other ranks may have its address: what lives from step to step and no caller reads or clears."""
+        return self.lifetime == "persistent"
+
+
+def rank_of(name: str) -> int:
+    """The rank that holds a buffer."""
+    return int(name.partition("@")[2] or 0)
+
+
+def on_rank(name: str, rank: int) -> str:
+    """The buffer of a rank by the name that it has on rank 0."""
+    return f"{name}@{rank}" if rank else name
+
 
 @dataclass(frozen=True)
 class Relocation:
@@ -65,7 +86,8 @@ class Relocation:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. `params` is the whole parameter block, relocated words zero; sizes are in bytes."""
+    """One kernel launch. `params` is the whole parameter block, relocated words zero; sizes are in bytes. `rank`: the
+    GPU of the job that runs it; launches of one rank keep their order, different ranks run at once."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -77,6 +99,7 @@ class Launch:
     cluster: tuple[int, int, int] | None = None
     cooperative: bool = False
     pdl: bool = False
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +108,10 @@ class LaunchPlan:
 
     ptx: str
     launches: tuple[Launch, ...]
+
+    def of(self, rank: int) -> LaunchPlan:
+        """What one rank launches; may be nothing in `prepare`."""
+        return LaunchPlan(self.ptx, tuple(x for x in self.launches if x.rank == rank))
 
 
 @dataclass(frozen=True)
@@ -119,6 +146,11 @@ class Artifact:
             [digest(_without_lines(p.ptx)), [launch_dict(x) for x in p.launches]] for p in plans
         ]
         return digest(canonical(body).encode())
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of one host that a job of this artifact holds."""
+        return 1 + max((b.rank for b in self.buffers), default=0)
 
     def plan(self, name: PlanName) -> LaunchPlan | None:
         return self.step if name == "step" else self.prepare
@@ -175,6 +207,7 @@ def launch_dict(x: Launch) -> dict[str, Any]:
         "cluster": list(x.cluster) if x.cluster else None, "cooperative": x.cooperative, "pdl": x.pdl,
         "params": x.params.hex(), "param_offsets": list(x.param_offsets),
         "relocations": [[r.offset, r.buffer, r.addend] for r in x.relocations],
+        **({"rank": x.rank} if x.rank else {}),
     }  # fmt: skip
 
 
@@ -201,7 +234,7 @@ def from_manifest(manifest: object, blobs: Mapping[str, bytes]) -> Artifact:
     if len(by_name) != len(buffers):
         raise Malformed("buffers", "has two buffers of one name")
     constants = _constants(m["constants"], by_name, blobs)
-    return Artifact(
+    artifact = Artifact(
         target=strict.text(m["target"], "target", 256),
         workload=strict.scalars(m["workload"], "workload"),
         arch=strict.choice(m["arch"], "arch", ARCHS),
@@ -216,11 +249,28 @@ def from_manifest(manifest: object, blobs: Mapping[str, bytes]) -> Artifact:
             for k, v in strict.scalars(m["toolchain"], "toolchain").items()
         },
     )
+    _check_ranks(artifact)
+    return artifact
+
+
+def _check_ranks(artifact: Artifact) -> None:
+    """Every rank has launches of its own, and of another rank's memory knows its mailboxes alone."""
+    if artifact.ranks == 1 and all(x.rank == 0 for x in artifact.step.launches):
+        return
+    if {x.rank for x in artifact.step.launches} != set(range(artifact.ranks)):
+        raise Malformed("step.launches", f"do not run on each of the {artifact.ranks} ranks")
+    shared = {b.name for b in artifact.buffers if b.mailbox}
+    for plan in filter(None, (artifact.step, artifact.prepare)):
+        for x in plan.launches:
+            for r in x.relocations:
+                if rank_of(r.buffer) != x.rank and r.buffer not in shared:
+                    text = f"of rank {x.rank} names {r.buffer}: of other ranks only persistent workspace is in reach"
+                    raise Malformed("launches", text)
 
 
 def _buffer(value: object, at: str) -> Buffer:
     m = strict.keys(value, at, {"name", "dtype", "shape", "align", "init", "lifetime"})
-    name = strict.name(m["name"], f"{at}.name")
+    name = strict.ranked(m["name"], f"{at}.name", MAX_RANKS)
     group = name.split(".", 1)[0]
     if group not in GROUPS or "." not in name:
         raise Malformed(f"{at}.name", f"{name!r} is in none of the groups {', '.join(GROUPS)}")
@@ -281,6 +331,7 @@ def _plan(
 def _launch(value: object, at: str, by_name: Mapping[str, Buffer]) -> Launch:
     m = strict.keys(value, at, {
         "kernel", "grid", "block", "smem", "cluster", "cooperative", "pdl", "params", "param_offsets", "relocations",
+        *(["rank"] if isinstance(value, dict) and "rank" in value else []),
     })  # fmt: skip
     params = strict.hexbytes(m["params"], f"{at}.params", MAX_PARAM_BYTES)
     offsets = tuple(
@@ -302,6 +353,8 @@ def _launch(value: object, at: str, by_name: Mapping[str, Buffer]) -> Launch:
         else strict.triple(m["cluster"], f"{at}.cluster", (16, 16, 16), product=16),
         cooperative=strict.boolean(m["cooperative"], f"{at}.cooperative"),
         pdl=strict.boolean(m["pdl"], f"{at}.pdl"),
+        # rank 0 is never spelled out, so that one plan has one manifest
+        rank=strict.integer(m["rank"], f"{at}.rank", 1, MAX_RANKS - 1) if "rank" in m else 0,
     )
 
 
@@ -317,7 +370,7 @@ def _relocations(
         offset = strict.integer(fields[0], f"{at}[{i}].offset", end, max(end, len(params) - 8))
         if offset % 8 or offset + 8 > len(params) or any(params[offset : offset + 8]):
             raise Malformed(f"{at}[{i}].offset", "is no zeroed, aligned word of the parameters")
-        buffer = by_name.get(strict.name(fields[1], f"{at}[{i}].buffer"))
+        buffer = by_name.get(strict.ranked(fields[1], f"{at}[{i}].buffer", MAX_RANKS))
         if buffer is None:
             raise Malformed(f"{at}[{i}].buffer", f"{fields[1]!r} is not declared")
         addend = strict.integer(fields[2], f"{at}[{i}].addend", 0, buffer.nbytes - 1)

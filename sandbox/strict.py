@@ -96,6 +96,16 @@ def name(value: object, at: str, most: int = 256) -> str:
     return value
 
 
+def ranked(value: object, at: str, ranks: int) -> str:
+    """A name, or `name@N` with N from 1 to `ranks` - 1."""
+    if not isinstance(value, str):
+        raise Malformed(at, "is no name")
+    plain, mark, number = value.partition("@")
+    if mark and number not in {str(r) for r in range(1, ranks)}:
+        raise Malformed(at, f"names no rank of 1 to {ranks - 1} after '@'")
+    return name(plain, at) + mark + number
+
+
 def dtype(value: object, at: str) -> str:
     return choice(value, at, tuple(ITEM_BYTES))
 

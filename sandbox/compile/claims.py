@@ -16,6 +16,7 @@ from sandbox.artifact import (
     MAX_LAUNCHES,
     MAX_PARAM_BYTES,
     MAX_PTX_BYTES,
+    MAX_RANKS,
     SCHEMA,
     TIMELINE,
     Artifact,
@@ -89,7 +90,7 @@ def read(
     constants = {}
     for buffer in buffers:
         if buffer.group == "constants":
-            data = _block(blocks, buffer.name)
+            data = _block(blocks, buffer.name.partition("@")[0])  # the same on every rank
             constants[buffer.name] = digest(data)
             files[digest(data)] = data
     manifest |= {
@@ -137,7 +138,7 @@ def _declared(data: bytes) -> list[Buffer]:
         fields = strict.items(row, at, 5)
         if len(fields) != 5:
             raise Malformed(at, "is not [name, dtype, shape, init, lifetime]")
-        name = strict.name(fields[0], at)
+        name = strict.ranked(fields[0], at, MAX_RANKS)
         if not name.startswith(("workspace.", "constants.")):
             raise Malformed(at, f"declares {name}, which is neither workspace nor a constant")
         dtype = strict.dtype(fields[1], at)
@@ -206,8 +207,8 @@ class _Context:
 
 def _launch(row: object, at: str, context: _Context) -> dict[str, Any]:
     """One recorded launch in manifest form; the fields that are passed on are checked by `from_manifest`."""
-    fields = strict.items(row, at, 7)
-    if len(fields) != 7:
+    fields = strict.items(row, at, 8)
+    if len(fields) not in (7, 8):
         raise Malformed(at, "is no launch")
     kernel = strict.name(fields[0], f"{at}.kernel", 4096)
     entry = context.module.entries.get(kernel)
@@ -222,9 +223,14 @@ def _launch(row: object, at: str, context: _Context) -> dict[str, Any]:
     except relocate.Unstable as error:
         raise PlanError("unstable", str(error)) from error
     keys = ("grid", "block", "smem", "cooperative", "pdl", "cluster")
-    return dict(zip(keys, fields[1:], strict=True)) | {
-        "kernel": context.module.kept[kernel],
-        "params": block.data.hex(),
-        "param_offsets": [p.offset for p in entry.params],
-        "relocations": [[r.offset, r.buffer, r.addend] for r in block.relocations],
-    }
+    rank = {"rank": fields[7]} if fields[7:] else {}
+    return (
+        dict(zip(keys, fields[1:7], strict=True))
+        | rank
+        | {
+            "kernel": context.module.kept[kernel],
+            "params": block.data.hex(),
+            "param_offsets": [p.offset for p in entry.params],
+            "relocations": [[r.offset, r.buffer, r.addend] for r in block.relocations],
+        }
+    )

@@ -73,10 +73,11 @@ class Program:
         self._call("cuda_init", C.c_void_p(C.addressof(library)))
         self._call("cuda_load_to_device", C.c_void_p(C.addressof(library)), device)
 
-    def record(self, addresses: list[int]) -> Recording:
-        """Run the host function once with these tensor addresses."""
+    def record(self, addresses: list[int], rank: int | None = None) -> Recording:
+        """Run the host function once with these tensor addresses, and as that rank of several."""
         self._recording = recording = Recording()
-        self._call(self._traced.function, *map(C.c_void_p, addresses), C.c_void_p(STREAM))
+        numbers = [] if rank is None else [C.c_int32(rank)]
+        self._call(self._traced.function, *map(C.c_void_p, addresses), *numbers, C.c_void_p(STREAM))
         return recording
 
     def _call(self, function: str, *values: Any) -> None:

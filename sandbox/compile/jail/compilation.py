@@ -5,6 +5,7 @@ Candidate code runs in this process, so nothing here is a check; it only turns a
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -48,15 +49,21 @@ def _compile(
     helper = _helper(cfg)
     marks = signature.marks(helper)
     tensors += marks
-    plans = {"step": (step, list(enumerate(tensors)))}
+    ranks = signature.ranks_of(tensors)
+    if ranks > 1 and helper:
+        text = "marks are for jobs on one GPU: this target holds several"
+        raise errors.Refused("rejected", "timeline-ranks", text)
+    declared = [b for b in tensors if b.path.startswith(("workspace.", "constants."))]
+    copies = signature.on_ranks(declared, ranks)
+    tensors += copies
+    functions = {"step": step}
     if hasattr(module, "prepare"):
-        seen = [(i, b) for i, b in enumerate(tensors) if signature.visible_to_prepare(b)]
-        plans["prepare"] = (signature.function(module, "prepare"), seen)
+        functions["prepare"] = signature.function(module, "prepare")
     out: Blocks = {
         f"constants.{b.path.split('.', 1)[1]}": x for b, x in zip(constants, data, strict=True)
     }
-    for name, (function, used) in plans.items():
-        plan = trace.Plan(name, function, used)
+    for name, function in functions.items():
+        plan = _plan(name, function, tensors)
         traced = timed(f"trace_{name}", partial(trace.compile_plan, plan, cfg))
         captures = timed(f"capture_{name}", partial(_capture, traced, plan, job))
         out[f"ptx.{name}"] = traced.ptx.encode()
@@ -67,13 +74,25 @@ def _compile(
         out["constants.timeline"] = helper.names()
     body = {
         "ok": True,
-        "plans": sorted(plans),
+        "plans": sorted(functions),
         "tunables": {k: list(v) for k, v in tunables.items()},
         "seconds": seconds,
     }
-    declared = [b for b in tensors if b.path.startswith(("workspace.", "constants."))]
-    out["declared"] = json.dumps([b.declaration() for b in declared]).encode()
+    out["declared"] = json.dumps([b.declaration() for b in (*declared, *copies)]).encode()
     return body, out
+
+
+def _plan(name: str, function: Any, tensors: list[signature.Tensor]) -> trace.Plan:
+    """What to trace, and where each rank has its tensors among those of the job."""
+    ranks = signature.ranks_of(tensors)
+    seen = [signature.seen_by(tensors, rank, ranks) for rank in range(ranks)]
+    used = [(i, dataclasses.replace(tensors[i], path=path)) for i, path in seen[0]]
+    kept = [
+        k for k, (i, t) in enumerate(used)
+        if name == "step" or (signature.visible_to_prepare(t) and not t.path.startswith("peers."))
+    ]  # fmt: skip
+    places = tuple([[numbers[k][0] for k in kept] for numbers in seen])
+    return trace.Plan(name, function, [used[k] for k in kept], places)
 
 
 def _helper(cfg: Any) -> Any:
@@ -100,10 +119,17 @@ def _capture(
 ) -> list[capture.Recording]:
     """The plan's launches, recorded once for each set of sentinel addresses."""
     program = capture.Program(traced, {"sms": int(job["sms"])})
-    return [
-        program.record([base + stride * index for index, _ in plan.used])
-        for base, stride in job["sentinels"]
-    ]
+    out = []
+    for base, stride in job["sentinels"]:
+        recording = capture.Recording()
+        for rank, places in enumerate(plan.places):
+            one = program.record(
+                [base + stride * i for i in places], rank if len(plan.places) > 1 else None
+            )
+            recording.launches += [[*x, *([rank] if rank else [])] for x in one.launches]
+            recording.params += one.params
+        out.append(recording)
+    return out
 
 
 def _stopwatch(seconds: dict[str, float]) -> Callable[[str, Callable[[], Any]], Any]:

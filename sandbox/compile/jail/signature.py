@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -207,6 +207,33 @@ def marks(helper: Any) -> list[Tensor]:
     ]
 
 
+def ranks_of(tensors: Sequence[Tensor]) -> int:
+    """GPUs of the job: buffers of rank N > 0 are named `PATH@N`."""
+    return 1 + max((int(t.path.partition("@")[2] or 0) for t in tensors), default=0)
+
+
+def on_ranks(declared: Sequence[Tensor], ranks: int) -> list[Tensor]:
+    """What the candidate declares, once for each rank above 0."""
+    return [replace(t, path=f"{t.path}@{rank}") for rank in range(1, ranks) for t in declared]
+
+
+def seen_by(tensors: Sequence[Tensor], rank: int, ranks: int) -> list[tuple[int, str]]:
+    """(number in the job, path in `t`) of what a rank's launches may name: its own buffers, and the persistent
+    workspace of the ranks after it, in a ring, as `peers.0`, `peers.1` and so on. The same paths on every rank."""
+    number = {t.path: i for i, t in enumerate(tensors)}
+    out = []
+    for t in tensors:
+        if "@" not in t.path:
+            out.append((number[f"{t.path}@{rank}" if rank else t.path], t.path))
+    for k in range(ranks - 1):
+        peer = (rank + 1 + k) % ranks
+        for t in tensors:
+            if t.lifetime == "persistent" and "@" not in t.path:
+                own = f"{t.path}@{peer}" if peer else t.path
+                out.append((number[own], f"peers.{k}.{t.path}"))
+    return out
+
+
 def visible_to_prepare(tensor: Tensor) -> bool:
     group = tensor.path.split(".", 1)[0]
     return group in ("weights", "constants") or tensor.lifetime == "persistent"
@@ -217,6 +244,7 @@ def tree(paths: Sequence[str], values: Sequence[Any]) -> SimpleNamespace:
     root: dict[str, Any] = {
         g: {} for g in ("inputs", "weights", "states", "outputs", "workspace", "constants")
     }
+    # persistent scratch of other ranks, by the same names: t.peers[0].workspace.NAME
     for path, value in zip(paths, values, strict=True):
         *parents, leaf = path.split(".")
         level = root

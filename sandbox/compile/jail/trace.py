@@ -38,23 +38,33 @@ class Traced:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to trace: `step` or `prepare`, the candidate's function, and its tensors with their numbers in the job."""
+    """What to trace: `step` or `prepare`, the candidate's function, and its tensors with their numbers in the job.
+
+    `places`: the same tensors' numbers on each rank. One trace serves all ranks: `t.rank` is known when launches are
+    recorded, as are the addresses."""
 
     name: str
     function: Any
     used: list[tuple[int, signature.Tensor]]
+    places: tuple[list[int], ...] = ((),)  # type: ignore[assignment]
 
 
 def compile_plan(plan: Plan, cfg: SimpleNamespace) -> Traced:
     """Trace and compile `function(t, cfg, stream)`. Raises what the DSL or the candidate raises."""
-    host = _host(plan.name, len(plan.used))
+    several = len(plan.places) > 1
+    host = _host(plan.name, len(plan.used), ["rank"] if several else [])
     paths = [tensor.path for _, tensor in plan.used]
 
-    def body(tensors: tuple[Any, ...], stream: Any) -> None:
-        plan.function(signature.tree(paths, tensors), cfg, stream)
+    def body(tensors: tuple[Any, ...], *rest: Any) -> None:
+        *rank, stream = rest
+        t = signature.tree(paths, tensors)
+        if rank:
+            t.rank = rank[0]
+        plan.function(t, cfg, stream)
 
     host.BODY = body
     fakes = [_fake(tensor) for _, tensor in plan.used]
+    fakes += [cutlass.Int32(0)] if several else []
     compiled = cute.compile(
         host.host, *fakes, driver.CUstream(0), options=OPTIONS, no_jit_engine=True
     )
@@ -71,13 +81,14 @@ def _fake(tensor: signature.Tensor) -> Any:
     return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=tensor.align)
 
 
-def _host(plan: str, count: int) -> Any:
+def _host(plan: str, count: int, more: list[str]) -> Any:
     names = [f"a{i}" for i in range(count)]
     listed = "".join(f"{n}, " for n in names)
+    extra = "".join(f"{n}, " for n in more)
     name = f"kernelgen_host_{plan}"
     text = (
         "import cutlass.cute as cute\n\nBODY = None\n\n\n@cute.jit\n"
-        f"def host({listed}stream):\n    BODY(({listed}), stream)\n"
+        f"def host({listed}{extra}stream):\n    BODY(({listed}), {extra}stream)\n"
     )
     Path(f"{name}.py").write_text(text)
     importlib.invalidate_caches()
