@@ -56,6 +56,13 @@ class Row:
         }  # fmt: skip
 
 
+def row_from_json(d: Mapping[str, Any], planted: Planted) -> Row:
+    """Inverse of `Row.to_json` for that entry of the catalogue."""
+    effect = None if d["effect"] is None else Effect(**d["effect"])
+    said = (str(d[name]) for name in ("status", "tier", "rule", "message"))
+    return Row(planted, d["fate"], *said, dict(d["seconds"]), effect)
+
+
 def caught(p: Planted, v: Verdict) -> bool:
     """Whether this verdict is what the planted kernel deserves."""
     if str(v.status) in p.expect:
@@ -138,6 +145,8 @@ def table(data: Mapping[str, Any]) -> str:
         f"{data['in_band']} inside it",
         f"right kernels:   {data['rejected']} of {data['good']} rejected",
     ]
+    if data.get("not_reached"):
+        lines += ["", f"not reached in time: {', '.join(data['not_reached'])}"]
     for title, key in (
         ("not caught", "missed"),
         ("rejected though right", "false_rejects"),

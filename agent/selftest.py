@@ -58,6 +58,14 @@ def chosen(catalogue: Sequence[Planted], only: Sequence[str], device: str) -> li
     return [p for p in found if _words(p) & set(only)]
 
 
+def shard(todo: Sequence[Planted], part: str) -> list[Planted]:
+    """`2/4`: the second of four parts that together are all, each with something of every seed. Raises ValueError."""
+    first, _, parts = part.partition("/")
+    if not (first.isdecimal() and parts.isdecimal() and 1 <= int(first) <= int(parts)):
+        raise ValueError(f"{part!r} is no part such as 2/4")
+    return list(todo[int(first) - 1 :: int(parts)])
+
+
 def _words(p: Planted) -> set[str]:
     return {p.group, p.kind, p.name, p.name.partition("/")[0], p.name.partition("/")[2]}
 
@@ -70,21 +78,29 @@ def resized(p: Planted, preset: str) -> Planted:
     return replace(p, options=replace(p.options, preset=preset, context=None), tunables=tunables)
 
 
-def run(bench: Bench, todo: Sequence[Planted], heard: Callable[[Row], None]) -> list[Row]:
-    """A row for each, in their order. `heard` gets each as it is known, from several threads one at a time."""
+def run(
+    bench: Bench,
+    todo: Sequence[Planted],
+    heard: Callable[[Row], None],
+    in_time: Callable[[], bool] = lambda: True,
+) -> list[Row]:
+    """A row for each, in their order. `heard` gets each as it is known, from several threads one at a time. None is
+    begun once `in_time` says no: it has no row."""
     judges: Queue[Judge] = Queue()
     for judge in bench.judges:
         judges.put(judge)
     telling = threading.Lock()
 
-    def one(p: Planted) -> Row:
+    def one(p: Planted) -> Row | None:
+        if not in_time():
+            return None
         row = _Trial(bench, judges, p).row()
         with telling:
             heard(row)
         return row
 
     with ThreadPoolExecutor(max(1, bench.jobs)) as pool:
-        return list(pool.map(one, todo))
+        return [row for row in pool.map(one, todo) if row is not None]
 
 
 class _Trial:
@@ -144,7 +160,7 @@ class _Trial:
         job = JudgeJob(
             artifact=outcome.artifact, target=self.p.target, options=options_json(w.options), device=self.bench.device,
             tier=tier, seed=self.seed, deadline_s=deadline(tier, asked, self.bench.device),
-            compile_isolation=outcome.isolation,
+            compile_isolation=outcome.isolation, baselines=(),  # comparisons decide nothing here
         )  # fmt: skip
         judge = self.judges.get()
         try:

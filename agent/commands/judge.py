@@ -49,6 +49,13 @@ from sandbox.verdict import Status, Tier, Verdict
 @click.option("--self-test", is_flag=True, help="Score the judge with planted kernels instead.")
 @click.option("--only", multiple=True, metavar="CLASS|NAME|PART",
               help="Of the planted kernels these only; may be repeated.")  # fmt: skip
+@click.option("--shard", default=None, metavar="I/N",
+              help="Of the planted kernels the I-th of N parts only.")  # fmt: skip
+@click.option("--reports", multiple=True, metavar="FILE",
+              type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Judge none: sum up what --json wrote of parts; may be repeated.")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(0), default=None,
+              help="Begin no planted kernel after that time; the rest counts as not reached.")  # fmt: skip
 @click.option("--preset", default="tiny", show_default=True, help="Sizes of the planted kernels.")
 @click.option(
     "--jobs",

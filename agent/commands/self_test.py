@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,29 @@ from agent.commands import common
 from agent.ids import now
 from agent.services import Wanted, new_judge, start
 from agent.versions import version
-from targets.planted import built_in
+from targets.planted import Planted, built_in
 
 
 def self_test(asked: dict[str, Any]) -> int:
     """Exit code 0 if the judge is as good as it should be. Raises Usage, Unavailable."""
-    device = asked["device"]
     try:
-        todo = selftest.chosen(built_in(), asked["only"], device)
+        data = _summed_up(asked["reports"]) if asked["reports"] else _judged(asked)
     except ValueError as error:
         raise common.Usage(str(error)) from error
+    head = f"judge on {data['device']}, {data['preset']}, {len(data['rows'])} kernels in {data['wall_s']:.0f} s"
+    common.emit(asked["as_json"], data, f"{head}\n\n{scores.table(data)}")
+    return 0 if data["ok"] else 1
+
+
+def _judged(asked: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for what `--only` and `--shard` cannot mean, Unavailable."""
+    device = asked["device"]
+    todo = selftest.chosen(built_in(), asked["only"], device)
+    if asked["shard"]:
+        todo = selftest.shard(todo, asked["shard"])
     jobs = asked["jobs"] or os.cpu_count() or 1
     began = time.monotonic()
+    until = began + asked["seconds"] if asked["seconds"] is not None else float("inf")
     with tempfile.TemporaryDirectory(prefix="kernelgen-self-test-") as folder:
         place = common.place_of(Path(folder) / "runs.db", None)
         wanted = Wanted(device, parallel=jobs, deadline_s=300.0)
@@ -37,20 +49,60 @@ def self_test(asked: dict[str, Any]) -> int:
             arch = str(facts.get("arch") or wanted.arch)
             bench = selftest.Bench(services.compiler, [services.judge, *more], device, arch, jobs)
             sized = [selftest.resized(p, asked["preset"]) for p in todo]
-            rows = selftest.run(bench, sized, _progress(len(todo)))
+            rows = selftest.run(
+                bench, sized, _progress(len(todo)), lambda: time.monotonic() < until
+            )
         finally:
             services.close()
             for judge_ in more:
                 judge_.close()
-    data = scores.summary(rows)
-    data |= {
+    return _report(rows, todo) | {
         "device": facts.get("name", device), "preset": asked["preset"], "jobs": jobs, "date": now(),
         "version": version("kernelgen"), "wall_s": round(time.monotonic() - began, 1),
         "seconds": dict(selftest.spent(rows)), "rows": [r.to_json() for r in rows],
     }  # fmt: skip
-    head = f"judge on {data['device']}, {data['preset']}, {len(rows)} kernels in {data['wall_s']:.0f} s"
-    common.emit(asked["as_json"], data, f"{head}\n\n{scores.table(data)}")
-    return 0 if data["ok"] else 1
+
+
+def _report(rows: Sequence[scores.Row], todo: Sequence[Planted]) -> dict[str, Any]:
+    data = scores.summary(rows)
+    reached = {r.planted.name for r in rows}
+    left = [p.name for p in todo if p.name not in reached]
+    return data | {"not_reached": left, "ok": data["ok"] and not left}
+
+
+def _summed_up(files: Sequence[Path]) -> dict[str, Any]:
+    """Reports of parts as one. Raises ValueError where they do not fit together."""
+    parts = [_read(f) for f in files]
+    for name in ("device", "preset", "version"):
+        if len({p[name] for p in parts}) > 1:
+            raise ValueError(f"the reports differ in their {name}")
+    catalogue = {p.name: p for p in built_in()}
+    told = [r for part in parts for r in part["rows"]]
+    names = [str(r["name"]) for r in told]
+    unknown = sorted(set(names) - set(catalogue))
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if unknown or twice:
+        raise ValueError(
+            f"not of this catalogue, or told twice: {', '.join([*unknown, *twice][:6])}"
+        )
+    rows = [scores.row_from_json(r, catalogue[str(r["name"])]) for r in told]
+    left = [catalogue[n] for part in parts for n in part["not_reached"] if n in catalogue]
+    return _report(rows, [*(r.planted for r in rows), *left]) | {
+        "device": parts[0]["device"], "preset": parts[0]["preset"], "version": parts[0]["version"],
+        "jobs": sum(p["jobs"] for p in parts), "date": min(str(p["date"]) for p in parts),
+        "wall_s": max(float(p["wall_s"]) for p in parts), "seconds": dict(selftest.spent(rows)),
+        "rows": [r.to_json() for r in rows],
+    }  # fmt: skip
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        found: Any = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, dict) or not {"rows", "not_reached", "version"} <= found.keys():
+        raise ValueError(f"{file} is no report of a self-test")
+    return found
 
 
 def _progress(count: int) -> Callable[[scores.Row], None]:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from agent import scores, selftest
 from agent.commands.judge import judge as command
+from agent.commands.self_test import _summed_up as summed_up
 from sandbox.jobs import CompileJob, CompileOutcome, JudgeJob
 from sandbox.verdict import Correctness, Failure, Outcome, Status, TensorCheck, Tier, Verdict
 from targets.base import Options
@@ -180,6 +181,55 @@ def test_choosing_by_class_part_kind_and_name() -> None:
     assert {p.target for p in selftest.chosen(everything, ("router",), "cpu")} == {"kimi-k3-router"}
     with pytest.raises(ValueError, match="classes are barrier"):
         selftest.chosen(everything, ("nothing",), "cpu")
+
+
+def test_shards_are_all_of_it_once() -> None:
+    todo = selftest.chosen(built_in(), (), "cuda")
+    parts = [selftest.shard(todo, f"{i}/4") for i in (1, 2, 3, 4)]
+    assert sorted(p.name for part in parts for p in part) == sorted(p.name for p in todo)
+    assert all({p.kind for p in part} == {"bug", "hack", "good"} for part in parts)
+    for wrong in ("0/4", "5/4", "4", "a/b"):
+        with pytest.raises(ValueError, match="no part"):
+            selftest.shard(todo, wrong)
+
+
+def test_what_is_not_begun_in_time_has_no_row() -> None:
+    turns = iter((True, False, False))
+    bench = selftest.Bench(Compiler(), [Judge()], "cpu", "sm_90a")
+    rows = selftest.run(bench, [GOOD, BUG, BUG], lambda r: None, lambda: next(turns))
+    assert [r.planted.name for r in rows] == [GOOD.name]
+
+
+def part(tmp_path: Path, name: str, rows: list[scores.Row], **more: object) -> str:
+    data = {
+        **scores.summary(rows), "device": "cpu", "preset": "tiny", "version": "1", "jobs": 1, "date": "2026-01-01",
+        "wall_s": 1.0, "not_reached": [], "rows": [r.to_json() for r in rows], **more,
+    }  # fmt: skip
+    (tmp_path / name).write_text(json.dumps(data))
+    return str(tmp_path / name)
+
+
+def test_reports_of_parts_are_summed_up(tmp_path: Path) -> None:
+    named = {p.name: p for p in built_in()}
+    caught = replace(row(BUG, Judge(Tier.SCREEN)), planted=named["gemv/output-one-percent"])
+    accepted = replace(row(GOOD, Judge()), planted=named["gemv/as-it-is"])
+    rejected = replace(row(GOOD, Judge(Tier.PROMOTE)), planted=named["gemv/four-warps"])
+    a, b = part(tmp_path, "a", [caught]), part(tmp_path, "b", [accepted, rejected])
+
+    def summed(*files: str) -> tuple[int, dict[str, object]]:
+        asked = ["--self-test", "--json", *(x for f in files for x in ("--reports", f))]
+        result = CliRunner().invoke(command, asked, standalone_mode=False)
+        return result.return_value, json.loads(result.stdout or "{}")
+
+    code, data = summed(a, b)
+    assert (code, data["planted"], data["caught"], data["good"], data["rejected"]) == (1, 1, 1, 2, 1)
+    assert data["rows"] == [r.to_json() for r in (caught, accepted, rejected)]
+    assert summed(a, part(tmp_path, "c", [accepted]))[0] == 0
+    late = part(tmp_path, "d", [accepted], not_reached=["gemv/four-warps"])
+    assert summed(a, late) == (1, {**summed(a, late)[1], "not_reached": ["gemv/four-warps"]})
+    for other in (a, part(tmp_path, "e", [accepted], device="NVIDIA H200")):
+        with pytest.raises(ValueError, match="told twice|differ in their device"):
+            summed_up([Path(a), Path(other)])
 
 
 def test_another_preset_keeps_the_exchange_between_ranks() -> None:
