@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from agent.models.base import Unavailable
 from agent.runner import Services
 from agent.workspace import Workspace
 from sandbox.compile_client import CompileClient, CompileSettings, NoIsolation
 from sandbox.jobs import Judge, JudgeJob
-from sandbox.judge_client import ClientOptions, JudgeClient, JudgeFailed
+from sandbox.judge_client import ClientOptions, JudgeClient, JudgeFailed, state_folder
 from sandbox.verdict import Verdict
 
 DEFAULT_ARCH = "sm_90a"
@@ -39,11 +37,8 @@ class Wanted:
 
 
 def judge_state() -> Path:
-    """Locks and device facts are the machine's, not the project's: one lock per GPU for this
-    user.
-    """
-    chosen = os.environ.get("KERNELGEN_STATE")
-    return Path(chosen) if chosen else Path(platformdirs.user_state_dir("kernelgen")) / "judge"
+    """Locks and device facts are the machine's, not the project's."""
+    return state_folder()
 
 
 def new_judge() -> JudgeClient:

@@ -40,12 +40,18 @@ def save(artifact: Artifact, root: Path) -> Path:
     return final
 
 
+def files(artifact: Artifact) -> dict[str, bytes]:
+    """Content of the artifact's folder by file name: the manifest, and PTX and constants by hash."""
+    plans = [p for p in (artifact.step, artifact.prepare) if p]
+    blobs = [p.ptx.encode() for p in plans] + list(artifact.constants.values())
+    manifest = {MANIFEST: canonical(artifact.manifest()).encode()}
+    return {digest(data): data for data in blobs} | manifest
+
+
 def write(artifact: Artifact, folder: Path) -> None:
     """Write manifest and blobs into an existing folder."""
-    plans = [p for p in (artifact.step, artifact.prepare) if p]
-    for data in [p.ptx.encode() for p in plans] + list(artifact.constants.values()):
-        (folder / digest(data)).write_bytes(data)
-    (folder / MANIFEST).write_text(canonical(artifact.manifest()))
+    for name, data in files(artifact).items():
+        (folder / name).write_bytes(data)
 
 
 def load(folder: Path) -> Artifact:

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import platformdirs
+
 from sandbox import judge_wire
 from sandbox.jobs import JudgeJob
 from sandbox.strict import Malformed
@@ -48,13 +50,21 @@ class JudgeFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """`command` starts the server; `lock_s` is how long it may wait for a GPU that another judge holds."""
+    """`command` starts the server; `lock_s` is how long it may wait for a GPU that another judge holds; `log` is the
+    name of its log below `state`."""
 
     state: Path
     lock_s: float = 600.0
     command: tuple[str, ...] = (sys.executable, "-P", "-m", "sandbox.judge.server")
     extra: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    log: str = "judge-server.log"
+
+
+def state_folder() -> Path:
+    """Locks and device facts are the machine's, not the project's: one lock per GPU for this user."""
+    chosen = os.environ.get("KERNELGEN_STATE")
+    return Path(chosen) if chosen else Path(platformdirs.user_state_dir("kernelgen")) / "judge"
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -226,7 +236,7 @@ class JudgeClient:
                 process.wait(STOP_S)
 
     def _log(self) -> Path:
-        return self.options.state / "judge-server.log"
+        return self.options.state / self.options.log
 
     def _last_words(self) -> str:
         try:
