@@ -5,7 +5,7 @@ Arithmetic only. tokens per second are of the whole model, extrapolated from the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from sandbox.verdict import Ratio, Status, Verdict, WorkloadTiming
 from targets.base import Workload
 
 SCHEMA = 1
-ARMS = {"candidate": "kernel", "incumbent": "seed"}
+SEED = "seed"
+ARMS = {"candidate": "kernel", "incumbent": SEED}
 LATENCIES = ("p50_us", "p95_us", "p99_us", "isolated_us", "cold_us", "steps", "launches", "notes")
 
 
@@ -39,7 +40,7 @@ def rows_of(verdict: Verdict, w: Workload, c: Context) -> list[dict[str, Any]]:
     own |= _figures(arms.get("candidate", {}), t, c)
     own |= {
         "speedup_incumbent": _ratio(t.speedup_incumbent), "speedup_graph": _ratio(t.speedup_graph),
-        "speedup_best": _ratio(t.speedup_best), "best_baseline": t.best_baseline, "regime": t.regime,
+        "speedup_best": _ratio(t.speedup_best), "regime": t.regime,
         "kind": verdict.timing.kind, "skipped": dict(detail.get("skipped", {})),
     }  # fmt: skip
     others = []
@@ -52,9 +53,19 @@ def rows_of(verdict: Verdict, w: Workload, c: Context) -> list[dict[str, Any]]:
             "regime": t.regime,
             "kind": verdict.timing.kind,
         }
-        row |= _figures(arms.get(arm, {}), t, c)
-        others.append({**row, "best_baseline": t.best_baseline})
-    return [own, *others]
+        others.append({**row, **_figures(arms.get(arm, {}), t, c)})
+    found = [own, *others]
+    best = _best([r for r in found if r["arm"] != c.kernel or c.kernel == SEED], t)
+    if best != t.best_baseline:
+        own["speedup_best"] = own["speedup_incumbent"] if c.kernel != SEED else None
+    return [{**r, "best_baseline": best} for r in found]
+
+
+def _best(opponents: Sequence[Mapping[str, Any]], t: WorkloadTiming) -> str:
+    """The fastest baseline, the seed chain among them; none where the judge would name none."""
+    if not t.best_baseline:
+        return ""
+    return str(min(opponents, key=lambda r: float(r["us"]))["arm"])
 
 
 def _common(v: Verdict, w: Workload, c: Context) -> dict[str, Any]:

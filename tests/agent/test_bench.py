@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,26 @@ def test_every_arm_is_a_row_with_its_own_rates() -> None:
     assert all(
         r["best_baseline"] == "mix" and r["p99_us" if r is own else "us"] for r in (own, graph, mix)
     )
+
+
+def test_the_seed_chain_is_a_baseline_too() -> None:
+    w = workload()
+    found = timing(w)
+    us = {**found.detail["us"], "mix": 410.0, "incumbent": 300.0}
+    given = replace(
+        found, detail={**found.detail, "us": us}, speedup_incumbent=Ratio(0.75, 0.74, 0.76)
+    )
+
+    def rows(t: WorkloadTiming, kernel: str) -> list[dict[str, Any]]:
+        v = replace(verdict(w), timing=Timing("measured", (t,)))
+        return rows_of(v, w, replace(CONTEXT, kernel=kernel))
+
+    own = rows(given, "mine.py")[0]
+    assert own["best_baseline"] == "seed" and own["speedup_best"] == [0.75, 0.74, 0.76]
+    us.pop("incumbent")
+    own = rows(given, "seed")[0]
+    assert own["best_baseline"] == "seed" and own["speedup_best"] is None
+    assert all(r["best_baseline"] == "" for r in rows(replace(given, best_baseline=""), "seed"))
 
 
 def test_a_verdict_without_times_says_why() -> None:
