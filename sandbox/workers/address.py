@@ -61,7 +61,7 @@ def _host_port(rest: str) -> str:
         )
     if port == CLIENT_PORT:
         raise BadAddress(
-            f"port {CLIENT_PORT} is Ray's client proxy; give the head's own port, usually 6379, from a node of the cluster"
+            f"port {CLIENT_PORT} is Ray's client proxy; give the head's own port (6379), on a node of the cluster"
         )
     return rest
 

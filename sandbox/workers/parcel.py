@@ -31,6 +31,10 @@ def pack(body: Mapping[str, Any], blocks: Mapping[str, bytes] | None = None) -> 
     return encode({}, {"json": data, **(blocks or {})})
 
 
+def json_of(data: bytes) -> Any:
+    return strict.parse(data, "parcel", MAX_JSON)
+
+
 def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Body and blocks. Raises Malformed."""
     reader = Reader(CAPS)
@@ -39,7 +43,7 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     if frame is None or "json" not in frame.blocks:
         raise Malformed("parcel", "is no whole frame")
     blocks = dict(frame.blocks)
-    body = strict.parse(blocks.pop("json"), "parcel", MAX_JSON)
+    body = json_of(blocks.pop("json"))
     if not isinstance(body, dict):
         raise Malformed("parcel", "is no object")
     return body, blocks
