@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from targets.kimi_k3 import disturb
+from targets.kimi_k3.baseline import tiles
 from targets.reference import Tensors
 from tests.targets import triton_lite
 from tests.targets.kimi import PARTS, rel, run, tensors, workload
@@ -60,6 +61,13 @@ def test_a_piece_agrees_with_the_oracle(part: str, preset: str, rows: int) -> No
 @pytest.mark.parametrize("preset, rows", [("tiny", 1), ("tiny-tp2", 2)])
 def test_a_whole_step_agrees_with_the_oracle(preset: str, rows: int) -> None:
     follow(workload("decode", preset, rows=rows), 2)
+
+
+def test_a_librarys_products_agree_with_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = ("in_proj", "a_proj", "q_b", "o_proj", "shared_down", "latent_up", "gemv")
+    monkeypatch.setattr(tiles, "MEASURED", {(p, 16): tiles.BLAS for p in places})
+    for part in ("gemv", "mla", "latent-moe"):
+        follow(workload(part, "tiny-tp2", rows=2, layers=1), 1)
 
 
 def test_a_run_that_starts_later_reads_the_earlier_bank_rows() -> None:

@@ -23,6 +23,8 @@ Norm = Callable[[Tensor, Tensor, Tensor], None]
 """out = bf(RMS(x; weight)), rows of x contiguous."""
 SAME = 0.02
 TRIES = 20
+FLUSH = 128 << 20
+"""Bytes written to empty an L2."""
 
 
 def quack_norm() -> Norm:
@@ -174,3 +176,10 @@ def graph_us(launches: Sequence[Launch]) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1e3 / TRIES
+
+
+def cold_us(launches: Sequence[Launch]) -> float:
+    """The same for launches that find nothing of theirs in L2: what fills the L2 between is measured and taken off."""
+    wide = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
+    fill: list[Launch] = [wide.zero_]
+    return graph_us([*fill, *launches]) - graph_us(fill)

@@ -16,6 +16,11 @@ class Tile:
     bk: int
     warps: int = 4
     stages: int = 3
+    kind: str = "triton"
+
+
+BLAS = Tile(0, 0, kind="cublaslt")
+"""Not a tile: the product through cuBLASLt, with launches of ours before and after it where a place needs them."""
 
 
 MEASURED: dict[tuple[str, int], Tile] = {}

@@ -30,9 +30,7 @@ def load_x(x, stride, cols, M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def row_scale(
-    x, stride, eps, M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
-):
+def row_scale(x, stride, eps, M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """rsqrt(mean x^2 + eps) of each row, [MP]."""
     total = tl.zeros([MP, BK], dtype=tl.float32)
     for k in range(0, K, BK):
@@ -161,6 +159,39 @@ def linear_kernel(
             mask = mask & (n < OWN)[:, None]
             acc = bf(acc) + tl.load(remote + m[None, :] * OWN + n[:, None], mask=mask, other=0.0)
         tl.store(y + at, acc.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def ends_kernel(
+    raw, y, y_stride, remote, send, addend, tail,
+    N: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, OWN: tl.constexpr, TAIL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """What `linear_kernel` does after its product, for raw bf16 [M, N] that a library made. Grid (blocks, M): blocks of
+    N, then blocks of TAIL."""
+    pid = tl.program_id(0)
+    m = tl.program_id(1)
+    blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    begin(PDL)
+    if pid < blocks:
+        n = pid * BLOCK + tl.arange(0, BLOCK)
+        mask = n < N
+        v = tl.load(raw + m * N + n, mask=mask, other=0.0).to(tl.float32)
+        if MODE == "remote":
+            v += tl.load(remote + m * N + n, mask=mask, other=0.0)
+        if MODE == "addend":
+            v += tl.load(addend + m * N + n, mask=mask, other=0.0).to(tl.float32)
+        if MODE == "split":
+            tl.store(send + m * (N - OWN) + n - OWN, v.to(tl.bfloat16), mask=mask & (n >= OWN))
+            mask = mask & (n < OWN)
+            v += tl.load(remote + m * OWN + n, mask=mask, other=0.0)
+        tl.store(y + m * y_stride + n, v.to(tl.bfloat16), mask=mask)
+    else:
+        if TAIL > 0:
+            c = (pid - blocks) * BLOCK + tl.arange(0, BLOCK)
+            inside = c < TAIL
+            w = tl.load(tail + m * TAIL + c, mask=inside, other=0.0)
+            tl.store(y + m * y_stride + N + c, w, mask=inside)
 
 
 @triton.jit

@@ -57,6 +57,21 @@ def attn_res_kernel(
 
 
 @triton.jit
+def norm_kernel(
+    x, stride, weight, out, eps, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """out bf16 [M, W] = bf(RMS(x; weight)), rows of x `stride` apart. Grid (M)."""
+    m = tl.program_id(0)
+    c = tl.arange(0, BLOCK)
+    mask = c < W
+    scale = tl.load(weight + c, mask=mask, other=0.0).to(tl.float32)
+    begin(PDL)
+    v = tl.load(x + m * stride + c, mask=mask, other=0.0).to(tl.float32)
+    y = v / tl.sqrt(tl.sum(v * v, 0) / W + eps) * scale
+    tl.store(out + m * W + c, y.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
 def select_kernel(
     logits, remote, bias, ids, weights,
     EXPERTS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, TP: tl.constexpr,
