@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from targets.kimi_k3.maths.layer import Layer
-from targets.kimi_k3.maths.precision import Schedule, bf, linear, rms, sigmoid, total
+from targets.kimi_k3.maths.precision import Schedule, bf, linear, output_gate, rms, sigmoid, total
 from targets.kimi_k3.sizes import GATE_LOWER_BOUND
 
 L2_EPS = 1e-6
@@ -105,7 +105,7 @@ def project(s: Schedule, x: Tensor, w: Mapping[str, Tensor]) -> Projected:
         qkv, g, f_a, b = y[:, : 4 * d + rank + heads].split([3 * d, d, rank, heads], -1)
     raw = bf(linear(s, f_a, w["f_b"]))
     arg = (raw + w["dt_bias"].to(s.dtype)).reshape(-1, heads, dim)
-    return Projected(qkv, sigmoid(g).reshape(-1, heads, dim), arg, sigmoid(b))
+    return Projected(qkv, output_gate(s, g).reshape(-1, heads, dim), arg, sigmoid(b))
 
 
 def short_conv(s: Schedule, window: Tensor, weight: Tensor) -> Tensor:

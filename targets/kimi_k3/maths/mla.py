@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from targets.kimi_k3.maths.layer import Layer
-from targets.kimi_k3.maths.precision import Schedule, bf, f8, linear, rms, sigmoid
+from targets.kimi_k3.maths.precision import Schedule, bf, f8, linear, output_gate, rms
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def mla(s: Schedule, x: Tensor, layer: Layer, pages: Paging) -> MlaResult:
     )
     lat = bf(lat * k_scale)
     v = bf(torch.einsum("mhc,hvc->mhv", lat, w["w_uv"].to(s.dtype))).flatten(1)
-    y = bf(v * sigmoid(gate))
+    y = bf(v * output_gate(s, gate))
     live = (pages.lengths > 0).repeat_interleave(pages.tokens)
     y = torch.where(live[:, None], y, torch.zeros_like(y))
     return MlaResult(bf(linear(s, y, w["o_proj"])), row)

@@ -21,7 +21,9 @@ class Schedule:
 
     The optional roundings: `round_u`, `round_o` (KDA's conv output and attention output cross kernels in stock serving
     and are BF16 there; fused kernels keep FP32, and so does the oracle), `round_squares` (squares in the latent norm),
-    `round_p` (softmax weights fed to a tensor core, before or after they are normalised).
+    `round_p` (softmax weights fed to a tensor core, before or after they are normalised). `half_gate`: output gates
+    carry eleven bits, as in fp16 or from an approximate instruction; without it all schedules agree to the bit where
+    a context has one token, and a right kernel has nowhere to be.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Schedule:
     round_o: bool = False
     round_squares: bool = False
     round_p: Literal["no", "before", "after"] = "no"
+    half_gate: bool = False
 
 
 ORACLE = Schedule("oracle", torch.float64)
@@ -42,7 +45,9 @@ SCHEDULES = {
         Schedule("f32"),
         Schedule("split", chunks=8),
         Schedule("conv", chunks=2, round_u=True),
-        Schedule("mixed", chunks=16, round_o=True, round_squares=True, round_p="before"),
+        Schedule(
+            "mixed", chunks=16, round_o=True, round_squares=True, round_p="before", half_gate=True
+        ),
         Schedule(
             "rounded", chunks=4, round_u=True, round_o=True, round_squares=True, round_p="before"
         ),
@@ -63,6 +68,12 @@ def f8(x: Tensor) -> Tensor:
 
 def sigmoid(x: Tensor) -> Tensor:
     return torch.sigmoid(x)
+
+
+def output_gate(s: Schedule, x: Tensor) -> Tensor:
+    """sigmoid, as the factor of an attention's output."""
+    gate = sigmoid(x)
+    return gate.to(torch.float16).to(gate.dtype) if s.half_gate else gate
 
 
 def total(s: Schedule, x: Tensor) -> Tensor:
