@@ -12,7 +12,7 @@ _HERE = Path(__file__).parent
 _PARTS = {
     "decode": ("plan", "fields", "device", "setup", "mix", "kda", "moe", "mla", "decode"),
     "latent-moe": ("plan", "fields", "device", "setup", "moe", "chain", "moe_chain"),
-    "kda": ("plan", "fields", "device", "setup", "kda", "chain", "kda_chain"),
+    "kda": ("plan", "fields", "device", "setup", "tensor", "kda", "kda_rows", "chain", "kda_chain"),
 }
 _SHARED = {
     "common": None,

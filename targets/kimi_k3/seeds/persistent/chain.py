@@ -63,14 +63,16 @@ def add_before(
                 rX[e, v] = add_bf16x2(rX[e, v], rY[e, v])
 
 
-def shape(dims, cfg):
-    refuse_others(dims)
+def shape(dims, cfg, rows=1):
+    """`rows`: the most tokens the chain is written for. Several tokens have stages of their own size."""
+    refuse_others(dims, rows)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
+    several = dims.rows > 1
     return Op(
         dims,
         cfg.ctas or fits,
         cfg.consumer_warps,
-        cfg.stage_bytes,
-        cfg.ring_stages,
+        cfg.tile_bytes if several else cfg.stage_bytes,
+        cfg.tile_stages if several else cfg.ring_stages,
         cfg.spin_limit,
     )

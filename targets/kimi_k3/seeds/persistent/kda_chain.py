@@ -1,4 +1,4 @@
-"""Persistent KDA chain: one cooperative launch for all instances, one row; weights stream through a ring.
+"""Persistent KDA chain: one cooperative launch for all instances, up to eight tokens; weights stream through a ring.
 
 A producer lane per CTA follows a fixed list of weight rows across instances and edges, so that memory stays busy while
 consumers wait for each other; states, taps and the low-rank decay are in registers before the edge that needs them.
@@ -18,15 +18,28 @@ from targets.kimi_k3.seeds.persistent.chain import add_before, load_x0, prefetch
 from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, hint, leave, wait
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors
 from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda
+from targets.kimi_k3.seeds.persistent.kda_rows import (
+    fill_kda_rows,
+    kda_rows,
+    load_rows,
+    load_taps,
+    seat,
+    slots_here,
+)
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
     "stage_bytes": (28672, 14336),
+    "tile_stages": (6, 12, 5, 4, 3, 2),
+    "tile_bytes": (29696, 15360),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "spin_limit": (0, 200000, 2000000),
 }
+
+
+MOST_ROWS = 8
 
 
 @cute.jit
@@ -36,7 +49,10 @@ def produce(c: Ctx, op: cutlass.Constexpr):
     for layer in cutlass.range(op.d.layers, unroll=1):
         if layer + 1 < op.d.layers:
             prefetch_vectors(c, layer + 1, "K", op)
-        it = fill_kda(c, layer, it, op)
+        if cutlass.const_expr(op.d.rows == 1):
+            it = fill_kda(c, layer, it, op)
+        else:
+            it = fill_kda_rows(c, layer, it, op)
 
 
 @cute.jit
@@ -63,6 +79,31 @@ def consume(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
     leave(c, edge, (Int32(0), Int32(d.layers), Int32(d.layers)), op)
 
 
+@cute.jit
+def consume_rows(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
+    """As `consume` for several tokens; a CTA sends its columns of the next instance's x instead of y."""
+    d = op.d
+    it, edge = Int32(0), Int32(0)
+    slots_here(c, slots, op)
+    for layer in cutlass.range(d.layers, unroll=1):
+        timeline.mark(c.track, "taps", layer)
+        taps = load_taps(c, layer, seat(c, op), op)
+        if layer > 0:
+            edge += 1
+            timeline.mark(c.track, "edge y", layer, kind="edge")
+            wait(c, edge, op, acquire=False)
+        timeline.mark(c.track, "input", layer)
+        rX = load_rows(c, layer, op)
+        y = at(BFloat16, field(c, layer, F["y"], COUNT), d.rows * d.hidden)
+        it, edge = kda_rows(c, layer, (it, edge), rX, taps, y, op)
+        hint(c, op)
+    edge += 1
+    timeline.mark(c.track, "edge y", d.layers, kind="edge")
+    wait(c, edge, op)
+    timeline.end(c.track)
+    leave(c, edge, (Int32(0), Int32(d.layers), Int32(d.layers)), op)
+
+
 @cute.kernel
 def chain_kernel(
     layers: tuple,
@@ -78,13 +119,15 @@ def chain_kernel(
     if c.warp == op.warps:
         if c.lane == 0:
             produce(c, op)
-    else:
+    elif cutlass.const_expr(op.d.rows == 1):
         consume(c, slots, op)
+    else:
+        consume_rows(c, slots, op)
 
 
 def workspace(dims, cfg):
     return {
-        "mail": ("i32", (shape(dims, cfg).mail_words,), "undefined", "persistent"),
+        "mail": ("i32", (shape(dims, cfg, MOST_ROWS).mail_words,), "undefined", "persistent"),
         "sync": ("i32", (128,), "zero", "persistent"),
     }
 
@@ -97,7 +140,7 @@ def prepare(t, cfg, stream):
 @cute.jit
 def step(t, cfg, stream):
     """y_i = a of the KDA layer on x_i = bf(inputs.x[i] + y_{i-1}), o_proj and its all-reduce included."""
-    op = shape(cfg.dims, cfg)
+    op = shape(cfg.dims, cfg, MOST_ROWS)
     found = [chain_tensors(t, n, cfg.dims) for n in range(cfg.dims.layers)]
     names = tuple(tuple(x) for x in found)
     tensors = tuple(tuple(x.values()) for x in found)

@@ -58,6 +58,85 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """A bf16 matrix with rows of `k` columns as it passes the ring for up to eight tokens: a stage is a tile of sixteen
+    rows (pairs: eight of one half, eight of the other) times a slice of their columns.
+
+    A block is 32 columns, eight a lane of four. `width` warps share a slice, `per` blocks each; rows lie `pitch` bytes
+    apart, 64 beyond a multiple of 128, so that eight lanes which read two rows at once meet all banks.
+    """
+
+    k: int
+    warps: int
+    stage: int
+    pair: bool = False
+
+    ROWS = 16
+    TOKENS = 8
+
+    @property
+    def blocks(self):
+        if self.k % 32:
+            raise ValueError(f"{self.k} columns are no whole blocks of 32")
+        return self.k // 32
+
+    @property
+    def slices(self):
+        """As many warps as can share a slice, then as few slices as fit."""
+        found = [
+            (-self._width(n), n)
+            for n in range(1, self.blocks + 1)
+            if self.blocks % n == 0 and self.ROWS * self._pitch(n) <= self.stage
+        ]
+        if not found:
+            raise ValueError(f"stages of {self.stage} bytes hold no tile of {self.ROWS} rows")
+        return min(found)[1]
+
+    def _width(self, slices):
+        piece = self.blocks // slices
+        return max(w for w in range(1, self.warps + 1) if piece % w == 0)
+
+    def _pitch(self, slices):
+        size = 64 * (self.blocks // slices)
+        return size + (64 if size % 128 == 0 else 0)
+
+    @property
+    def piece(self):
+        """Blocks of a slice."""
+        return self.blocks // self.slices
+
+    @property
+    def width(self):
+        return self._width(self.slices)
+
+    @property
+    def per(self):
+        return self.piece // self.width
+
+    @property
+    def vectors(self):
+        """Vectors of eight columns that a thread has of its token."""
+        return self.per * self.slices
+
+    @property
+    def pitch(self):
+        return self._pitch(self.slices)
+
+    @property
+    def piece_bytes(self):
+        return 64 * self.piece
+
+    @property
+    def row_bytes(self):
+        return 2 * self.k
+
+    @property
+    def chunk(self):
+        """Rows (pairs of rows) a tile."""
+        return self.ROWS // 2 if self.pair else self.ROWS
+
+
+@dataclass(frozen=True)
 class CodeRows:
     """MXFP4 rows of `k` columns: codes and scales are separate matrices, copied in whole 16 bytes: `unit` rows."""
 
@@ -110,6 +189,9 @@ class Op:
     def rows(self, k, pair=False):
         return Rows(k, self.warps, self.stage, pair)
 
+    def tiles(self, k, pair=False):
+        return Tiles(k, self.warps, self.stage, pair)
+
     @property
     def threads(self):
         return self.warps * 32
@@ -160,9 +242,15 @@ class Op:
                 ("h", 2, d.topk * d.expert_dim), ("z", 2, d.latent), ("delta", 2, d.hidden_local),
             ]  # fmt: skip
         for name, size, n in wanted:
+            n = n if d.rows == 1 else d.rows * self.pitch(n)
             found[name] = (at, size, n)
             at += 2 * self.box_bytes(size, n)
         return found
+
+    @staticmethod
+    def pitch(n):
+        """Elements between two tokens' parts of a box of `n` each; a token's part starts at 128 bytes or more."""
+        return -(-n // 64) * 64
 
     @staticmethod
     def box_bytes(size, n):
@@ -186,7 +274,14 @@ class Op:
             most(n, g) for n in (d.a_proj_rows, d.mla_heads * (d.qk_nope + d.qk_rope)) if "M" in d.attn
         ]  # fmt: skip
         scores = -(-16 * (d.page + 4) // STRIDE) if "M" in d.attn else 0
+        if d.rows > 1:
+            return -(-(self.sums_at + Tiles.TOKENS * max(found)) // STRIDE)
         return max(*found, scores)
+
+    @property
+    def sums_at(self):
+        """Floats before the sums of tiles: two tiles' partial sums of all warps."""
+        return 2 * self.warps * Tiles.ROWS * Tiles.TOKENS
 
     @property
     def pool(self):
@@ -200,6 +295,8 @@ class Op:
         attend = self.new_bytes + 4 * d.mla_heads * self.query_words + 32 * (d.page + 8) + 192
         columns = most(d.kv_lora // 4, self.slices)
         join = 4 * self.ctas + 16 + 16 * (self.threads // columns) * columns
+        if d.rows > 1:
+            kda = 4 * Tiles.TOKENS * (1 + 3 * d.head_dim + self.state_rows)
         found = [kda, choice, down, 2 * d.latent] + (
             [absorb, attend, join] if "M" in d.attn else []
         )
@@ -239,10 +336,13 @@ class Op:
         return self.d.kv_lora // self.value_warps // 8
 
 
-def refuse_others(dims):
-    """Raises ValueError for a workload that these kernels do not compute."""
-    if dims.rows != 1:
-        raise ValueError("the persistent kernel is for one row")
+def refuse_others(dims, rows=1):
+    """Raises ValueError for a workload that these kernels do not compute; `rows`: the most tokens."""
+    if dims.rows > rows or (dims.rows > 1 and dims.q > 1):
+        one = "one row" if rows == 1 else f"up to {rows} rows of different requests"
+        raise ValueError(f"the persistent kernel is for {one}")
     given = (dims.kv, dims.experts_format, dims.taps)
     if given != ("bf16", "mxfp4", ""):
-        raise ValueError(f"the persistent kernel is for bf16 caches, MXFP4 and no taps, not {given}")
+        raise ValueError(
+            f"the persistent kernel is for bf16 caches, MXFP4 and no taps, not {given}"
+        )

@@ -1,0 +1,570 @@
+"""KDA between its projections for up to eight tokens of different sequences: a CTA has a head and some state rows of
+every token, eight lanes a row.
+
+Taps become three parts of a convolution while the edge before is awaited; states and f_b are on their way while the
+sums of the projection travel. What is added to the sum of o_proj is there before its weights.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from kernelgen import timeline
+
+from targets.kimi_k3.seeds.common import high, lanes_sum, low, pack_bf16, round_bf16, sigmoid, silu
+from targets.kimi_k3.seeds.persistent.device import (
+    KDAS,
+    LAYERS,
+    Ctx,
+    at,
+    box,
+    consumers,
+    field,
+    hint,
+    insist,
+    insist_half,
+    mma_rows,
+    peek,
+    peek_half,
+    post,
+    turn_of,
+    unpack,
+    view,
+    wait,
+    words_at,
+)
+from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.plan import most, share
+from targets.kimi_k3.seeds.persistent.tensor import (
+    TILE,
+    TOKENS,
+    column,
+    drain_tiles,
+    fill_tiles,
+    further,
+    tile_sum,
+    token_words,
+)
+
+HEAD = 128
+
+
+class Seat(NamedTuple):
+    """head (-1: this CTA has none), which slice of its state rows, the first of them and how many."""
+
+    head: Any
+    slice: Any
+    first: Any
+    count: Any
+
+
+class Taps(NamedTuple):
+    """Of this thread's channels: the two younger taps as a pair, the weight of the new value."""
+
+    pairs: Any
+    weights: Any
+
+
+class Late(NamedTuple):
+    """rows: f32 [4, 4, turns] of states; f_b words [4, 4, 2]; bias of two rows of f_b."""
+
+    rows: Any
+    f_b: Any
+    bias: Any
+
+
+# ---- which thread has what
+
+
+def widths(op):
+    """(channels a token, turns of threads over channels, quads of state rows a token, turns of warps over quads)."""
+    channels = 2 * HEAD + op.state_rows
+    quads = -(-op.state_rows // 4)
+    return (
+        channels,
+        -(-op.d.rows * channels // op.threads),
+        quads,
+        -(-op.d.rows * quads // op.warps),
+    )
+
+
+@cute.jit
+def fill_kda_rows(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
+    d = op.d
+    g = op.tiles(d.hidden)
+    first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
+    source = field(c, layer, F["in_proj"], COUNT) + Int64(first) * g.row_bytes
+    it = fill_tiles(c, it, source, n, g, op)
+    g = op.tiles(d.kda_dim)
+    first, n = share(d.hidden, c.cta, op.ctas)
+    return fill_tiles(
+        c, it, field(c, layer, F["o_proj"], COUNT) + Int64(first) * g.row_bytes, n, g, op
+    )
+
+
+@cute.jit
+def seat(c: Ctx, op: cutlass.Constexpr):
+    per = op.slices
+    head = c.cta // per
+    part = c.cta % per
+    first = HEAD * part // per
+    count = HEAD * (part + 1) // per - first
+    if head >= op.d.kda_heads:
+        head, count = Int32(-1), Int32(0)
+    return Seat(head, part, first, count)
+
+
+@cute.jit
+def slots_here(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
+    """State slots of the tokens, for all phases, first in the pool."""
+    if c.tid < op.d.rows:
+        view(c, Int32, 0, TOKENS)[c.tid] = slots[c.tid]
+    consumers(op)
+
+
+@cute.jit
+def slot_of(c: Ctx, token: Int32):
+    return view(c, Int32, 0, TOKENS)[token]
+
+
+@cute.jit
+def convolved(c: Ctx, op: cutlass.Constexpr):
+    """f32 [token, q 128 | k 128 | v of this CTA]."""
+    return view(c, Float32, 4 * TOKENS, op.d.rows * widths(op)[0])
+
+
+@cute.jit
+def decays(c: Ctx, op: cutlass.Constexpr):
+    """f32 [token, 128]."""
+    return view(c, Float32, 4 * TOKENS + 4 * TOKENS * widths(op)[0], TOKENS * HEAD)
+
+
+@cute.jit
+def channel_of(s: Seat, i: Int32, op: cutlass.Constexpr):
+    """i-th channel of this CTA: 128 of q, 128 of k, then its own of v."""
+    width = op.d.kda_dim
+    found = s.head * HEAD + i % HEAD
+    if i >= HEAD:
+        found += width
+    if i >= 2 * HEAD:
+        found = 2 * width + s.head * HEAD + s.first + i - 2 * HEAD
+    return found
+
+
+# ---- before the edges
+
+
+@cute.jit
+def load_taps(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
+    """Ends with all taps used: others may shift them after the next edge."""
+    d = op.d
+    channels, turns, _, _ = widths(op)
+    rT = cute.make_rmem_tensor(cute.make_layout((3, turns)), BFloat16)
+    rC = cute.make_rmem_tensor(cute.make_layout((4, turns)), Float32)
+    rP = cute.make_rmem_tensor(cute.make_layout((turns,)), Uint32)
+    rW = cute.make_rmem_tensor(cute.make_layout((turns,)), Float32)
+    rT.fill(0.0)
+    rC.fill(0.0)
+    rP.fill(0)
+    rW.fill(0.0)
+    if s.head >= 0:
+        gConv = at(Float32, field(c, layer, F["conv"], COUNT), 12 * d.kda_dim)
+        for k in cutlass.range_constexpr(turns):
+            i = c.tid + k * op.threads
+            token, own = i // channels, i % channels
+            if token < d.rows and own < 2 * HEAD + s.count:
+                ch = channel_of(s, own, op)
+                cute.autovec_copy(cute.local_tile(gConv, (4,), (ch,)), rC[None, k])
+                slot = slot_of(c, token)
+                if slot > 0:
+                    gTap = taps_of(c, layer, slot, op)
+                    for n in cutlass.range_constexpr(3):
+                        rT[n, k] = gTap[3 * d.kda_dim * n + ch]
+        sU = convolved(c, op)
+        for k in cutlass.range_constexpr(turns):
+            i = c.tid + k * op.threads
+            if i < d.rows * channels:
+                u = rT[0, k].to(Float32) * rC[0, k] + rT[1, k].to(Float32) * rC[1, k]
+                sU[i] = u + rT[2, k].to(Float32) * rC[2, k]
+            rP[k] = pack_bf16(rT[1, k].to(Float32), rT[2, k].to(Float32))
+            rW[k] = rC[3, k]
+    return Taps(rP, rW)
+
+
+@cute.jit
+def taps_of(c: Ctx, layer: Int32, slot: Int32, op: cutlass.Constexpr):
+    start = field(c, layer, F["state_conv"], COUNT) + Int64(slot) * (18 * op.d.kda_dim)
+    return at(BFloat16, start, 9 * op.d.kda_dim)
+
+
+@cute.jit
+def state_of(c: Ctx, layer: Int32, slot: Int32, s: Seat, row: Int32, op: cutlass.Constexpr):
+    """A row of the state: f32 [128]."""
+    start = field(c, layer, F["state_S"], COUNT)
+    start += Int64(slot) * (4 * op.d.kda_heads * HEAD * HEAD)
+    return at(Float32, start + Int64((s.head * HEAD + s.first + row) * 512), HEAD)
+
+
+@cute.jit
+def place_of(c: Ctx, turn: cutlass.Constexpr, s: Seat, op: cutlass.Constexpr):
+    """(token, row of this CTA's part or -1) of eight lanes."""
+    quads = widths(op)[2]
+    quad = c.warp + turn * op.warps
+    row = quad % quads * 4 + c.lane // 8
+    token = quad // quads
+    if token >= op.d.rows or row >= s.count:
+        token, row = Int32(0), Int32(-1)
+    return token, row
+
+
+@cute.jit
+def load_late(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
+    turns = widths(op)[3]
+    rS = cute.make_rmem_tensor(cute.make_layout((4, 4, turns)), Float32)
+    rF = cute.make_rmem_tensor(cute.make_layout((4, 4, 2)), Uint32)
+    rB = cute.make_rmem_tensor(cute.make_layout((2,)), Float32)
+    rS.fill(0.0)
+    rF.fill(0)
+    rB.fill(0.0)
+    if s.head >= 0:
+        for j in cutlass.range_constexpr(turns):
+            token, row = place_of(c, j, s, op)
+            slot = slot_of(c, token)
+            if row >= 0 and slot > 0:
+                gRow = state_of(c, layer, slot, s, row, op)
+                for e in cutlass.range_constexpr(4):
+                    tile = cute.local_tile(gRow, (4,), (e * 8 + c.lane % 8,))
+                    cute.autovec_copy(tile, rS[None, e, j])
+        if c.warp < HEAD // TILE:
+            f_b = field(c, layer, F["f_b"], COUNT) + Int64(s.head * HEAD * 256)
+            bias = at(Float32, field(c, layer, F["dt_bias"], COUNT), op.d.kda_dim)
+            for half in cutlass.range_constexpr(2):
+                row = c.warp * TILE + half * 8 + c.lane // 4
+                for e in cutlass.range_constexpr(4):
+                    words_at(f_b, row * 16 + e * 4 + c.lane % 4, rF[None, e, half])
+                rB[half] = bias[s.head * HEAD + row]
+    return Late(rS, rF, rB)
+
+
+# ---- the update
+
+
+@cute.jit
+def update_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, turn: Int32, op: cutlass.Constexpr):
+    """From the projection to o of this CTA's rows, both in boxes; writes states and taps."""
+    taps, late = given
+    d = op.d
+    proj = box(c, "proj", turn, op)
+    pitch = op.pitch(4 * d.kda_dim + d.f_rank + d.kda_heads)
+    if s.head >= 0:
+        convolve_rows(c, layer, s, taps, proj, op)
+        if c.warp < HEAD // TILE:
+            decay_rows(c, layer, s, late, proj, op)
+        consumers(op)
+        for j in cutlass.range_constexpr(widths(op)[3]):
+            token, row = place_of(c, j, s, op)
+            if row >= 0:
+                b = proj + Int64((token * pitch + 4 * d.kda_dim + HEAD + s.head) * 2)
+                beta = sigmoid(insist_half(b, peek_half(b), op))
+                o = delta_row(c, late.rows[None, None, j], (token, row, beta), op)
+                if c.lane % 8 == 0:
+                    i = token * op.pitch(d.kda_dim) + s.head * HEAD + s.first + row
+                    post(c, "o", turn, i, o, op)
+                slot = slot_of(c, token)
+                if slot > 0:
+                    gRow = state_of(c, layer, slot, s, row, op)
+                    for e in cutlass.range_constexpr(4):
+                        tile = cute.local_tile(gRow, (4,), (e * 8 + c.lane % 8,))
+                        cute.autovec_copy(late.rows[None, e, j], tile)
+    else:
+        consumers(op)
+
+
+@cute.jit
+def convolve_rows(c: Ctx, layer: Int32, s: Seat, taps: Taps, proj: Int64, op: cutlass.Constexpr):
+    d = op.d
+    channels, turns, _, _ = widths(op)
+    pitch = op.pitch(4 * d.kda_dim + d.f_rank + d.kda_heads)
+    sU = convolved(c, op)
+    rX = cute.make_rmem_tensor(cute.make_layout((turns,)), Uint32)
+    rX.fill(0)
+    for k in cutlass.range_constexpr(turns):
+        i = c.tid + k * op.threads
+        token, own = i // channels, i % channels
+        if token < d.rows and own < 2 * HEAD + s.count:
+            rX[k] = peek_half(proj + Int64((token * pitch + channel_of(s, own, op)) * 2))
+    for k in cutlass.range_constexpr(turns):
+        i = c.tid + k * op.threads
+        token, own = i // channels, i % channels
+        if token < d.rows and own < 2 * HEAD + s.count:
+            ch = channel_of(s, own, op)
+            x = insist_half(proj + Int64((token * pitch + ch) * 2), rX[k], op)
+            sU[i] = silu(sU[i] + x * taps.weights[k])
+            slot = slot_of(c, token)
+            if slot > 0 and (s.slice == 0 or own >= 2 * HEAD):
+                gTap = taps_of(c, layer, slot, op)
+                gTap[ch] = low(taps.pairs[k]).to(BFloat16)
+                gTap[3 * d.kda_dim + ch] = high(taps.pairs[k]).to(BFloat16)
+                gTap[6 * d.kda_dim + ch] = x.to(BFloat16)
+
+
+@cute.jit
+def decay_rows(c: Ctx, layer: Int32, s: Seat, late: Late, proj: Int64, op: cutlass.Constexpr):
+    """Of all tokens and the head's 128 columns: a warp has sixteen of them, by an MMA over f_a."""
+    d = op.d
+    pitch = op.pitch(4 * d.kda_dim + d.f_rank + d.kda_heads)
+    rA = cute.make_rmem_tensor(cute.make_layout((4, 4)), Uint32)
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rA.fill(0)
+    rC.fill(0.0)
+    mine = c.lane // 4
+    if mine < d.rows:
+        start = proj + Int64((mine * pitch + 4 * d.kda_dim) * 2 + c.lane % 4 * 16)
+        for e in cutlass.range_constexpr(4):
+            peek(start + e * 64, rA[None, e])
+        for e in cutlass.range_constexpr(4):
+            insist(start + e * 64, rA[None, e], 2, op)
+    cute.arch.sync_warp()
+    for e in cutlass.range_constexpr(4):
+        mma_rows(rC, late.f_b[None, e, 0], late.f_b[None, e, 1], rA[None, e])
+    rate = cute.math.exp(at(Float32, field(c, layer, F["A_log"], COUNT), d.kda_heads)[s.head])
+    sDecay = decays(c, op)
+    for i in cutlass.range_constexpr(4):
+        row = c.warp * TILE + i // 2 * 8 + c.lane // 4
+        token = c.lane % 4 * 2 + i % 2
+        gate = sigmoid(rate * (round_bf16(rC[i]) + late.bias[i // 2]))
+        sDecay[token * HEAD + row] = cute.math.exp(-5.0 * gate)
+
+
+@cute.jit
+def delta_row(c: Ctx, rS: cute.Tensor, given: tuple, op: cutlass.Constexpr):
+    """S <- S * decay; S += beta (v - S k) k; o = S q for a row; rS f32 [4, 4] are this lane's columns, eight lanes a
+    row. q and k get their norms here.
+    """
+    token, row, beta = given
+    channels = widths(op)[0]
+    sU, sDecay = convolved(c, op), decays(c, op)
+    rQ = cute.make_rmem_tensor(cute.make_layout((4, 4)), Float32)
+    rK = cute.make_rmem_tensor(cute.make_layout((4, 4)), Float32)
+    rD = cute.make_rmem_tensor(cute.make_layout((4, 4)), Float32)
+    v = sU[token * channels + 2 * HEAD + row]
+    for e in cutlass.range_constexpr(4):
+        for f in cutlass.range_constexpr(4):
+            i = (e * 8 + c.lane % 8) * 4 + f
+            rQ[f, e] = sU[token * channels + i]
+            rK[f, e] = sU[token * channels + HEAD + i]
+            rD[f, e] = sDecay[token * HEAD + i]
+    q2, k2, seen, o = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
+    for e in cutlass.range_constexpr(4):
+        for f in cutlass.range_constexpr(4):
+            q2 += rQ[f, e] * rQ[f, e]
+            k2 += rK[f, e] * rK[f, e]
+            rS[f, e] = rS[f, e] * rD[f, e]
+            seen += rS[f, e] * rK[f, e]
+    q2 = cute.math.rsqrt(lanes_sum(q2, 8) + 1e-6) * HEAD**-0.5
+    k2 = cute.math.rsqrt(lanes_sum(k2, 8) + 1e-6)
+    change = beta * (v - lanes_sum(seen, 8) * k2) * k2
+    for e in cutlass.range_constexpr(4):
+        for f in cutlass.range_constexpr(4):
+            rS[f, e] = rS[f, e] + change * rK[f, e]
+            o += rS[f, e] * rQ[f, e]
+    return lanes_sum(o, 8) * q2
+
+
+# ---- the output projection
+
+
+@cute.jit
+def gated_rows(c: Ctx, layer: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
+    """rX words [4, vectors] = bf(RMS(o; o_norm) * sg(g)) of this thread's columns of its token; a block of 32 columns
+    is a quarter of a head, which four lanes have.
+    """
+    d = op.d
+    g = op.tiles(d.kda_dim)
+    rO = cute.make_rmem_tensor(cute.make_layout((4, 2, g.vectors)), Uint32)
+    rG = cute.make_rmem_tensor(cute.make_layout((4, g.vectors)), Uint32)
+    rN = cute.make_rmem_tensor(cute.make_layout((4, g.vectors)), Uint32)
+    rGf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+    rNf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+    rX.fill(0)
+    rO.fill(0)
+    rG.fill(0)
+    rN.fill(0)
+    token = c.lane // 4
+    here = c.warp < g.width and token < d.rows
+    sSquare = view(c, Float32, 4 * TOKENS, TOKENS * g.blocks)
+    pitch = op.pitch(4 * d.kda_dim + d.f_rank + d.kda_heads)
+    first = column(c, g)
+    o = box(c, "o", turn, op) + Int64(token * op.pitch(d.kda_dim) + first * 8) * 4
+    gate = box(c, "proj", turn, op) + Int64(token * pitch + 3 * d.kda_dim + first * 8) * 2
+    if here:
+        for v in cutlass.range_constexpr(g.vectors):
+            i = further(v, g)
+            peek(o + i * 32, rO[None, 0, v])
+            peek(o + i * 32 + 16, rO[None, 1, v])
+            peek(gate + i * 16, rG[None, v])
+            words_at(field(c, layer, F["o_norm"], COUNT), (first + i) % 16, rN[None, v])
+        for v in cutlass.range_constexpr(g.vectors):
+            i = further(v, g)
+            insist(o + i * 32, rO[None, 0, v], 4, op)
+            insist(o + i * 32 + 16, rO[None, 1, v], 4, op)
+            insist(gate + i * 16, rG[None, v], 2, op)
+    cute.arch.sync_warp()
+    for v in cutlass.range_constexpr(g.vectors):
+        square = Float32(0.0)
+        for e in cutlass.range_constexpr(8):
+            x = rO[e % 4, e // 4, v].bitcast(Float32)
+            square += x * x
+        square = lanes_sum(square, 4)
+        if here and c.lane % 4 == 0:
+            sSquare[token * g.blocks + (first + further(v, g)) // 4] = square
+    consumers(op)
+    if here and slot_of(c, token) > 0:
+        for v in cutlass.range_constexpr(g.vectors):
+            head = token * g.blocks + (first + further(v, g)) // 16 * 4
+            square = Float32(0.0)
+            for e in cutlass.range_constexpr(4):
+                square += sSquare[head + e]
+            scale = cute.math.rsqrt(square / HEAD + d.eps)
+            unpack(rN[None, v], rNf)
+            unpack(rG[None, v], rGf)
+            for e in cutlass.range_constexpr(4):
+                pair = []
+                for f in cutlass.range_constexpr(2):
+                    n = 2 * e + f
+                    x = rO[n % 4, n // 4, v].bitcast(Float32)
+                    pair.append(x * scale * rNf[n] * sigmoid(rGf[n]))
+                rX[e, v] = pack_bf16(pair[0], pair[1])
+
+
+@cute.jit
+def f32_ahead(c: Ctx, address: Int64, n: Int32, widest: cutlass.Constexpr, op: cutlass.Constexpr):
+    """This thread's f32 of an [tokens, hidden] tensor from a column on, as `owned` deals them."""
+    r = cute.make_rmem_tensor(cute.make_layout((-(-op.d.rows * widest // op.threads),)), Float32)
+    r.fill(0.0)
+    for k in cutlass.range_constexpr(cute.size(r)):
+        token, row = owned(c, k, widest, op)
+        if token < op.d.rows and row < n:
+            r[k] = one(Float32, address + Int64(token * op.d.hidden + row) * 4)
+    return r
+
+
+@cute.jit
+def bf16_ahead(c: Ctx, address: Int64, n: Int32, widest: cutlass.Constexpr, op: cutlass.Constexpr):
+    """As `f32_ahead` for bf16."""
+    r = cute.make_rmem_tensor(cute.make_layout((-(-op.d.rows * widest // op.threads),)), Float32)
+    r.fill(0.0)
+    for k in cutlass.range_constexpr(cute.size(r)):
+        token, row = owned(c, k, widest, op)
+        if token < op.d.rows and row < n:
+            r[k] = one(BFloat16, address + Int64(token * op.d.hidden + row) * 2).to(Float32)
+    return r
+
+
+@cute.jit
+def one(dtype: cutlass.Constexpr, address: Int64):
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout((1,)))[0]
+
+
+@cute.jit
+def owned(c: Ctx, k: cutlass.Constexpr, widest: cutlass.Constexpr, op: cutlass.Constexpr):
+    """(token, row) of the k-th sum of this thread among [tokens, widest]."""
+    i = c.tid + k * op.threads
+    return i // widest, i % widest
+
+
+@cute.jit
+def out_rows(
+    c: Ctx, layer: Int32, it: Int32, rX: cute.Tensor, y: Any, op: cutlass.Constexpr
+):  # fmt: skip
+    """y = bf(bf(o W_o^T) + the others' partials) of this CTA's columns; the box attn = bf(y + the next x)."""
+    d = op.d
+    g = op.tiles(d.kda_dim)
+    turn = turn_of(c, layer, LAYERS)
+    widest = most(d.hidden, op.ctas)
+    first, n = share(d.hidden, c.cta, op.ctas)
+    later = layer + 1 if layer + 1 < d.layers else layer
+    rNext = bf16_ahead(c, field(c, later, F["x"], COUNT) + Int64(first) * 2, n, widest, op)
+    if cutlass.const_expr(d.ranks > 1):
+        remote = field(c, layer, F["remote_attn"], COUNT) + Int64(first) * 4
+        rRemote = f32_ahead(c, remote, n, widest, op)
+    it = drain_tiles(c, it, n, Int32(0), rX, g, op)
+    consumers(op)
+    for k in cutlass.range_constexpr(cute.size(rNext)):
+        token, row = owned(c, k, widest, op)
+        if token < d.rows and row < n:
+            total = tile_sum(c, row, token, op)
+            if cutlass.const_expr(d.ranks > 1):
+                total = round_bf16(total) + rRemote[k]
+            total = round_bf16(total)
+            post(c, "attn", turn, token * op.pitch(d.hidden) + first + row, total + rNext[k], op)
+            y[token * d.hidden + first + row] = total.to(BFloat16)
+    return it
+
+
+@cute.jit
+def kda_rows(
+    c: Ctx, layer: Int32, at_: tuple, rX: cute.Tensor, taps: Taps, y: Any, op: cutlass.Constexpr
+):
+    """A KDA instance after its input; not hinted at yet."""
+    it, edge = at_
+    d = op.d
+    g = op.tiles(d.hidden)
+    turn = turn_of(c, layer, KDAS)
+    s = seat(c, op)
+    rows = 4 * d.kda_dim + d.f_rank + d.kda_heads
+    widest = most(rows, op.ctas)
+    first, n = share(rows, c.cta, op.ctas)
+    timeline.mark(c.track, "in_proj", layer)
+    it = drain_tiles(c, it, n, Int32(0), rX, g, op)
+    late = load_late(c, layer, s, op)
+    consumers(op)
+    for k in cutlass.range_constexpr(-(-d.rows * widest // op.threads)):
+        token, row = owned(c, k, widest, op)
+        if token < d.rows and row < n:
+            post(
+                c,
+                "proj",
+                turn,
+                token * op.pitch(rows) + first + row,
+                tile_sum(c, row, token, op),
+                op,
+            )
+    hint(c, op)
+    edge += 1
+    timeline.mark(c.track, "edge proj", layer, kind="edge")
+    wait(c, edge, op, acquire=False)
+    timeline.mark(c.track, "update", layer)
+    update_rows(c, layer, s, (taps, late), turn, op)
+    hint(c, op)
+    edge += 1
+    timeline.mark(c.track, "edge o", layer, kind="edge")
+    wait(c, edge, op, acquire=False)
+    timeline.mark(c.track, "o_proj", layer)
+    rO = cute.make_rmem_tensor(cute.make_layout((4, op.tiles(d.kda_dim).vectors)), Uint32)
+    gated_rows(c, layer, turn, rO, op)
+    it = out_rows(c, layer, it, rO, y, op)
+    return it, edge
+
+
+@cute.jit
+def load_rows(c: Ctx, layer: Int32, op: cutlass.Constexpr):
+    """Words [4, vectors]: this thread's columns of its token of x, from the box attn after the first instance."""
+    d = op.d
+    g = op.tiles(d.hidden)
+    rX = cute.make_rmem_tensor(cute.make_layout((4, g.vectors)), Uint32)
+    rX.fill(0)
+    token = c.lane // 4
+    if layer == 0:
+        token_words(c, field(c, layer, F["x"], COUNT), 2 * d.hidden, rX, g, op)
+    elif c.warp < g.width and token < d.rows:
+        start = box(c, "attn", turn_of(c, layer - 1, LAYERS), op)
+        start += Int64(token * op.pitch(d.hidden) + column(c, g) * 8) * 2
+        for v in cutlass.range_constexpr(g.vectors):
+            peek(start + 16 * further(v, g), rX[None, v])
+        for v in cutlass.range_constexpr(g.vectors):
+            insist(start + 16 * further(v, g), rX[None, v], 2, op)
+    cute.arch.sync_warp()
+    return rX
