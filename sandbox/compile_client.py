@@ -31,7 +31,8 @@ STOP_S = 5.0
 class CompileSettings:
     """`store` holds artifacts and outcomes. `tier` None: the strongest isolation that works; `none` needs trust.
 
-    `deadline_s`: processor time of one compile; three times that by the clock.
+    `deadline_s`: processor time of one compile; three times that by the clock. `python`: an interpreter with another
+    release of the DSL, that finds `sandbox` in the folder `path`.
     """
 
     store: Path = Path(".kernelgen")
@@ -42,10 +43,15 @@ class CompileSettings:
     idle: int = 2
     jobs: int = max(1, os.cpu_count() or 1)
     deadline_s: float = 60.0
+    python: Path | None = None
+    path: Path | None = None
+
+    def environment(self) -> dict[str, str]:
+        return environment() | ({"PYTHONPATH": str(self.path)} if self.path else {})
 
     def command(self) -> list[str]:
         out = [
-            sys.executable, "-m", "sandbox.compile.server", "--store", str(self.store.absolute()),
+            str(self.python or sys.executable), "-m", "sandbox.compile.server", "--store", str(self.store.absolute()),
             "--arch", self.arch, "--idle", str(self.idle), "--jobs", str(self.jobs),
             "--deadline", str(self.deadline_s),
         ]  # fmt: skip
@@ -109,17 +115,20 @@ class CompileClient:
             if self._closed:
                 raise OSError("the compile client is closed")
             if self._server is None or self._server.ended:
-                self._server = _Server(self._settings.command())
+                self._server = _Server(self._settings)
             return self._server
 
 
 class _Server:
     """One server process, the jobs it works on, and the thread that reads its answers."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, settings: CompileSettings) -> None:
         self.ended = False
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+            settings.command(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=settings.environment(),
         )
         assert self._process.stdin and self._process.stdout
         self._stdin, self._stdout = self._process.stdin, self._process.stdout

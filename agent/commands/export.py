@@ -21,6 +21,11 @@ from agent.store import Queries, Store
               help="vllm: a clean git checkout of 0.33 or later. A branch is made there.")  # fmt: skip
 @click.option("--place", type=click.Choice(["op", "specialized-decode"]), default="op", show_default=True,
               help="vllm: a stand-alone op, or inside the specialised decode of Kimi K3 (SM100 family).")  # fmt: skip
+@click.option("--pinned-dsl", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=None,
+              help="vllm: Python with the DSL that vLLM pins.  [default: made once in the cache]")  # fmt: skip
+@click.option(
+    "--no-pinned-dsl", is_flag=True, help="vllm: do not compile with that DSL; the export says so."
+)
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Folder of the bundle or the patches.  [default: exports/NAME beside the record]")  # fmt: skip
 @click.option("--arch", "archs", multiple=True, type=click.Choice(["sm_90a", "sm_100a", "sm_103a"]),
@@ -109,7 +114,7 @@ def _bundle(queries: Queries, found: Any, asked: dict[str, Any]) -> dict[str, An
 
 
 def _vllm(queries: Queries, found: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    from agent.export import vllm
+    from agent.export import pinned, vllm
     from agent.export.checkout import open_checkout
 
     # Refusals come before the compile, which takes a while.
@@ -118,7 +123,13 @@ def _vllm(queries: Queries, found: Any, asked: dict[str, Any]) -> dict[str, Any]
     rebuilt = _rebuilt(found, asked)
     suffix = "" if asked["place"] == "op" else f"-{asked['place']}"
     folder = _output(asked, f"{found.slug}-vllm{suffix}")
-    wanted = vllm.Wanted(asked["checkout"].resolve(), folder, rebuilt, asked["place"])
+    pin = pinned.Pinned(None, "--no-pinned-dsl was given")
+    if not asked["no_pinned_dsl"]:
+        common.talk().print(
+            f"compiling with the DSL that vLLM pins; its environment: {asked['pinned_dsl'] or pinned.folder()}"
+        )
+        pin = pinned.prepare(asked["pinned_dsl"])
+    wanted = vllm.Wanted(asked["checkout"].resolve(), folder, rebuilt, asked["place"], pin)
     made = vllm.write(queries, found, wanted)
     return {
         "path": str(made.folder), "branch": made.branch, "patches": list(made.patches),

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agent.export import places, rebuild, style, vllm_files, vllm_text
+from agent.export import pinned, places, rebuild, style, vllm_files, vllm_text
 from agent.export.checkout import Checkout, commit, open_checkout, patches, set_branch, worktree
 from agent.export.places import Place
 from agent.export.processes import git
@@ -30,12 +30,16 @@ STATE = "export.json"
 
 @dataclass(frozen=True)
 class Wanted:
-    """The checkout, where the patches go, whether the source was compiled again, and the kind of place."""
+    """The checkout, where the patches go, whether the source was compiled again, and the kind of place.
+
+    `pinned`: the DSL that vLLM pins, to compile the exported file with as well, or why it is not.
+    """
 
     checkout: Path
     folder: Path
     rebuilt: rebuild.Rebuilt
     kind: str = places.OP
+    pinned: pinned.Pinned = pinned.Pinned(None, "not asked for")
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,10 @@ class Exported:
 
 @dataclass
 class Checks:
-    """What was tried here, for the checklist: sentences."""
+    """What was tried here, for the checklist: sentences. `pinned`: the DSL that vLLM pins, or why not."""
 
-    done: list[str] = field(default_factory=list)
+    done: list[str]
+    pinned: pinned.Pinned
 
 
 def write(queries: Queries, s: Subject, wanted: Wanted) -> Exported:
@@ -59,7 +64,7 @@ def write(queries: Queries, s: Subject, wanted: Wanted) -> Exported:
     place = place_for(s, wanted.kind)
     vllm_files.check_entry(place, s.source)
     checkout = open_checkout(wanted.checkout)
-    checks = Checks([f"reproduction: {wanted.rebuilt.sentence}"])
+    checks = Checks([f"reproduction: {wanted.rebuilt.sentence}"], wanted.pinned)
     plan = _plan(s, place)
     branch = f"kernelgen/{s.slug}" + ("-specialized-decode" if plan.inside else "")
     origin = provenance(queries, s, wanted.rebuilt)
@@ -117,10 +122,15 @@ def _plan(s: Subject, place: Place) -> Plan:
     return Plan(place, s, artifact, dims)
 
 
-def _compiled(s: Subject, options: Options, source: str) -> Artifact:
+def _compiled(s: Subject, options: Options, source: str, python: Path | None = None) -> Artifact:
     with tempfile.TemporaryDirectory(prefix="kernelgen-export-") as store:
-        with rebuild.compiler(Path(store), s.artifact.arch) as compiling:
-            made = rebuild.make(compiling, rebuild.job(s, options, s.artifact.arch, source))
+        folder, arch = Path(store), s.artifact.arch
+        with (
+            pinned.compiler(python, folder, arch)
+            if python
+            else rebuild.compiler(folder, arch) as compiling
+        ):
+            made = rebuild.make(compiling, rebuild.job(s, options, arch, source))
     if made.artifact is None:
         raise ExportRefused(
             f"vLLM calls one instance at a time, and the kernel does not compile so: {made.why}. "
@@ -150,7 +160,7 @@ def _commits(tree: Path, p: Plan, c: Checkout, checks: Checks) -> str:
         (tree / KERNELS_CI).write_text(area)
     checks.done.append(vllm_files.collected(tree, p, area))
     checks.done.append(style.polish(tree, [*files, *dict.fromkeys(edited)], p.kernel))
-    checks.done += _compile_checks(tree, p)
+    _compile_checks(tree, p, checks)
     kernel = [n for n in files if n.startswith(p.folder)] + list(dict.fromkeys(edited))
     groups = [
         ("kernel", kernel), ("tests", [p.test] + ([KERNELS_CI] if area is not None else [])),
@@ -163,7 +173,7 @@ def _commits(tree: Path, p: Plan, c: Checkout, checks: Checks) -> str:
     return tip
 
 
-def _compile_checks(tree: Path, p: Plan) -> list[str]:
+def _compile_checks(tree: Path, p: Plan, checks: Checks) -> None:
     """The exported device file through the compiler: the judged work, and one call as the op makes it."""
     text = (tree / p.kernel).read_text()
     options = options_of(p.s.artifact)
@@ -174,15 +184,27 @@ def _compile_checks(tree: Path, p: Plan) -> list[str]:
             "the device file in vLLM's style does not compile to the judged machine work; nothing was exported"
         )
     if p.place.entry == "attn_res":
-        _compiled(p.s, options, text + ADAPTER)
+        one = options, text + ADAPTER
     else:
-        _compiled(p.s, replace(options, layers=1), text)
+        one = replace(options, layers=1), text
+    ours = _compiled(p.s, *one)
     dsl = p.s.artifact.toolchain.get("cutlass_dsl", "unknown")
-    return [
+    checks.done += [
         f"the exported device file compiles with DSL {dsl} to the judged machine work "
-        f"(`{whole.ptx_sha256[:16]}`), and as one call; vLLM pins {places.DSL_PIN}, which was NOT tried",
+        f"(`{whole.ptx_sha256[:16]}`), and as one call",
+        _with_pin(p, one, ours, checks.pinned),
         "vLLM was not imported, its tests and benchmark were not run here",
     ]
+
+
+def _with_pin(p: Plan, one: tuple[Options, str], ours: Artifact, pin: pinned.Pinned) -> str:
+    """One call, as the op makes it, through the DSL that vLLM pins. Raises ExportRefused if it does not compile."""
+    if pin.python is None:
+        return f"vLLM pins DSL {places.DSL_PIN}, which was NOT tried: {pin.why}"
+    theirs = _compiled(p.s, *one, pin.python)
+    same = "the same PTX" if theirs.ptx_sha256 == ours.ptx_sha256 else "OTHER PTX than with ours"
+    used = theirs.toolchain.get("cutlass_dsl", "unknown")
+    return f"it compiles with DSL {used}, which vLLM pins, to {same} (`{theirs.ptx_sha256[:16]}`)"
 
 
 def _date(tree: Path, s: Subject, c: Checkout) -> str:

@@ -132,7 +132,7 @@ def _correct(p: Plan) -> str:
 def _unverified(p: Plan) -> list[str]:
     out = [
         "- serving with vLLM, several GPUs, speculative decoding, LoRA, sleep mode with moved weights",
-        f"- DSL {places.DSL_PIN}, which vLLM pins: the kernel was compiled and judged with "
+        f"- the kernel as DSL {places.DSL_PIN}, which vLLM pins, compiles it: it was judged as compiled by "
         f"{p.s.artifact.toolchain.get('cutlass_dsl', 'another version')}",
         "- a JIT-monitor run (no compile after warm-up)",
         "- architectures other than the gate's",

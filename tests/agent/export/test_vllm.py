@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from agent.cli import main
-from agent.export import bundle, places, style, subject, texts, vllm, vllm_files
+from agent.export import bundle, pinned, places, style, subject, texts, vllm, vllm_files
 from agent.export.checkout import commit, open_checkout, patches, set_branch, worktree
 from agent.export.rebuild import Made, Rebuilt, compare, rebuild
 from agent.export.subject import ExportRefused, Subject
@@ -414,3 +414,24 @@ def test_refusals_come_before_the_compile(tmp_path: Path, monkeypatch: pytest.Mo
     (root / "mine.txt").write_text("x")
     done = CliRunner().invoke(main, args)
     assert done.exit_code == 1 and "uncommitted or untracked" in done.output
+
+
+def test_the_pinned_compiler_is_the_release_that_vllm_pins_or_none(tmp_path: Path) -> None:
+    found = pinned.prepare(Path(sys.executable))
+    assert found.python is None and f"not {places.DSL_PIN}" in found.why
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho none >&2\nexit 1\n")
+    broken.chmod(0o755)
+    assert "has DSL none" in pinned.prepare(broken).why
+    good = tmp_path / "good"
+    good.write_text(f"#!/bin/sh\necho {places.DSL_PIN}\n")
+    good.chmod(0o755)
+    assert pinned.prepare(good).python == good
+
+
+def test_a_half_made_pinned_environment_is_made_again_or_the_reason_is_given(
+    tmp_path: Path,
+) -> None:
+    home = tmp_path / "file-in-the-way" / "dsl"
+    home.parent.write_text("")
+    assert "no environment with it could be made" in pinned.prepare(home=home).why

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agent.export import places, subject, vllm
+from agent.export import pinned, places, subject, vllm
 from agent.export.rebuild import Rebuilt, compiler
 from agent.export.subject import Subject
 from agent.store import Queries
@@ -94,6 +94,17 @@ def test_the_series_applies_to_the_real_tree(part: str, seed: Seed, tmp_path: Pa
             text = (other / name).read_text()
             ast.parse(text)
             assert text.startswith("# SPDX-License-Identifier: Apache-2.0")
+
+
+def test_the_exported_file_compiles_with_the_dsl_that_vllm_pins(seed: Seed, tmp_path: Path) -> None:
+    pin = pinned.prepare()
+    if pin.python is None:
+        pytest.skip(pin.why)
+    root = vllm_tree.small(tmp_path / "vllm")
+    wanted = vllm.Wanted(root, tmp_path / "out", Rebuilt(None, ("not asked",)), pinned=pin)
+    made = vllm.write(*seed("kda"), wanted)
+    assert any("compiles with DSL 4.8.0, which vLLM pins, to the same PTX" in x for x in made.said)
+    assert "compiles with DSL 4.8.0, which vLLM pins" in (made.folder / "PR.md").read_text()
 
 
 @needs_tree
