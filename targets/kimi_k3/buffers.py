@@ -12,6 +12,7 @@ next to each other in order. Rank 0 of `ranks` runs; what the other ranks contri
     delta   bf16 [M, hidden - hidden_local]      columns hidden_local.. of the gathered bf(U + Sh)
     dense   f32  [M, hidden]                     sum of the others' dense FFN partials
 
+In a job on several GPUs (`Shape.gpus`) the other ranks run themselves: neither `remote` nor `send` exists.
 The shared expert's partial of the columns that other ranks own is sent to them: it is an output,
 `outputs.send.layers.N.shared` bf16 [M, hidden - hidden_local].
 """
@@ -40,6 +41,12 @@ class Shape:
     kv: str = "bf16"
     experts: str = "mxfp4"
     taps: bool = False
+    gpus: int = 1
+
+    @property
+    def loopback(self) -> bool:
+        """One rank of several runs alone: the others' contributions are inputs, what it sends is an output."""
+        return self.sizes.ranks > 1 and self.gpus == 1
 
     @property
     def requests(self) -> int:
@@ -176,13 +183,13 @@ def dense_weights(p: Shape) -> Iterator[Row]:
 
 
 def attn_remote(p: Shape) -> Iterator[Row]:
-    if p.sizes.ranks > 1:
+    if p.loopback:
         yield "attn", "f32", (p.rows, p.sizes.hidden)
 
 
 def moe_remote(p: Shape) -> Iterator[Row]:
     s = p.sizes
-    if s.ranks == 1:
+    if not p.loopback:
         return
     if p.latent_sharded:
         yield "latent", "bf16", (p.rows, s.latent - s.latent_local)
@@ -194,12 +201,12 @@ def moe_remote(p: Shape) -> Iterator[Row]:
 
 
 def dense_remote(p: Shape) -> Iterator[Row]:
-    if p.sizes.ranks > 1:
+    if p.loopback:
         yield "dense", "f32", (p.rows, p.sizes.hidden)
 
 
 def moe_send(p: Shape) -> Iterator[Row]:
-    if p.sizes.ranks > 1:
+    if p.loopback:
         yield "shared", "bf16", (p.rows, p.sizes.hidden - p.sizes.hidden_local)
 
 

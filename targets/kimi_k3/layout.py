@@ -112,7 +112,38 @@ def _attn_res(run: Run) -> tuple[Buffer, ...]:
     )  # fmt: skip
 
 
+def _reduced(run: Run, given: str, own: Part) -> tuple[Buffer, ...]:
+    """What the two pieces with an all-reduce before AttnRes have in common; of one rank."""
+    p, s = run.shape, run.shape.sizes
+
+    def weights(p: Shape) -> Iterator[Row]:
+        yield from own(p)
+        for name in ("res_norm", "res_proj", "out_norm"):
+            yield name, "bf16", (s.hidden,)
+
+    columns = s.hidden if given == "partial" else s.kda_dim
+    return (
+        Buffer("inputs.x0", "bf16", (p.rows, s.hidden)),
+        *(Buffer(f"inputs.{given}.{i}", "bf16", (p.rows, columns)) for i in range(run.layers)),
+        *_layers(run, "weights", weights),
+        Buffer("outputs.bank", "bf16", (p.rows, bank_rows("attn-res", run), s.hidden)),
+        Buffer("outputs.prefix", "bf16", (p.rows, s.hidden)), *_each(run, "outputs.y"),
+    )  # fmt: skip
+
+
+def _allreduce_attn_res(run: Run) -> tuple[Buffer, ...]:
+    return _reduced(run, "partial", lambda p: iter(()))
+
+
+def _oproj_allreduce(run: Run) -> tuple[Buffer, ...]:
+    def weights(p: Shape) -> Iterator[Row]:
+        yield "o_proj", "bf16", (p.sizes.hidden, p.sizes.kda_dim)
+
+    return _reduced(run, "x", weights)
+
+
 BUILD: dict[str, Callable[[Run], tuple[Buffer, ...]]] = {
     "decode": _decode, "attn-res": _attn_res, "kda": _kda, "mla": _mla, "router": _router,
-    "latent-moe": _latent_moe, "gemv": _gemv,
+    "latent-moe": _latent_moe, "gemv": _gemv, "allreduce-attn-res": _allreduce_attn_res,
+    "oproj-allreduce": _oproj_allreduce,
 }  # fmt: skip

@@ -8,18 +8,20 @@ from pathlib import Path
 
 from targets.base import Options, Scalar, UnknownOption
 from targets.kimi_k3.buffers import Shape
-from targets.kimi_k3.sizes import EPS, FAMILIES, MOST_TOKENS, ROWS, Preset, Sizes
+from targets.kimi_k3.sizes import EPS, FAMILIES, MOST_TOKENS, PAIR_PRESETS, ROWS, Preset, Sizes
 
 CHOICES = {
     "latent_down": ("sharded", "replicated"), "router": ("replicated", "sharded"), "kv": ("bf16", "fp8"),
-    "experts": ("mxfp4", "nvfp4"), "taps": ("none", "dspark"),
+    "experts": ("mxfp4", "nvfp4"), "taps": ("none", "dspark"), "mode": ("loopback", "peer2"),
 }  # fmt: skip
 """Options with a fixed set of values, the default first."""
 _MOE = {"latent_down", "router", "experts"}
 KNOWN: Mapping[str, set[str]] = {
-    "decode": {"first", "q", "kv", "taps", *_MOE}, "kda": {"q"}, "mla": {"q", "kv"}, "latent-moe": _MOE,
+    "decode": {"first", "q", "kv", "taps", "mode", *_MOE}, "kda": {"q"}, "mla": {"q", "kv"}, "latent-moe": _MOE,
 }  # fmt: skip
 """Options by part; `weights` (a folder with a checkpoint) goes with every part that has the model's weights."""
+PAIRED = ("allreduce-attn-res", "oproj-allreduce")
+"""Parts that always run on two GPUs."""
 MODEL_PARTS = ("decode", "kda", "mla", "latent-moe", "router")
 
 
@@ -70,6 +72,8 @@ def resolve(name: str, options: Options) -> Run:
     """`name`: a target's, or a part's of Kimi K3. Raises UnknownOption with what there is."""
     family, part = split(name)
     presets = FAMILIES[family]
+    if part in PAIRED:
+        presets = {n: x for n, x in {**presets, **PAIR_PRESETS}.items() if x.sizes.ranks == 2}
     if options.preset not in presets:
         raise UnknownOption(f"no preset {options.preset!r}; there are {', '.join(presets)}")
     preset = presets[options.preset]
@@ -82,16 +86,29 @@ def resolve(name: str, options: Options) -> Run:
     if context < q:
         raise UnknownOption(f"context {context}: it counts the {q} new tokens")
 
+    gpus = _gpus(part, preset.sizes, extra)
+
     def chosen(option: str) -> Scalar:
         return extra.get(option, CHOICES[option][0])
 
     shape = Shape(
         preset.sizes, options.rows, context, latent_sharded=chosen("latent_down") == "sharded",
         router_sharded=chosen("router") == "sharded", q=q, kv=str(chosen("kv")), experts=str(chosen("experts")),
-        taps=chosen("taps") != "none",
+        taps=chosen("taps") != "none", gpus=gpus,
     )  # fmt: skip
     _divides(part, preset.sizes, shape)
     return Run(shape, first, layers)
+
+
+def _gpus(part: str, s: Sizes, extra: Mapping[str, Scalar]) -> int:
+    """GPUs that a job holds: more than one where the other ranks really run."""
+    if part not in PAIRED and extra.get("mode") != "peer2":
+        return 1
+    if s.ranks != 2:
+        raise UnknownOption("mode peer2 runs two ranks: take the preset tiny-tp2 or tp2")
+    if "weights" in extra:
+        raise UnknownOption("mode peer2 does not read checkpoints")
+    return s.ranks
 
 
 def _layers(
@@ -142,7 +159,9 @@ def _extra(target: str, part: str, options: Options) -> dict[str, Scalar]:
         if name == "weights":
             folder = Path(str(value))
             if not folder.is_absolute() or not any(folder.glob("*.safetensors")):
-                raise UnknownOption(f"weights {value}: no absolute path of a folder with *.safetensors")
+                raise UnknownOption(
+                    f"weights {value}: no absolute path of a folder with *.safetensors"
+                )
         if name in CHOICES and value not in CHOICES[name]:
             raise UnknownOption(f"{name} {value!r}: {' or '.join(CHOICES[name])}")
     return dict(options.extra)
@@ -156,10 +175,13 @@ def counts(part: str, run: Run) -> tuple[int, int]:
 
 
 def bank_rows(part: str, run: Run) -> int:
-    if part == "attn-res":
+    if part in ("attn-res", *PAIRED):
         s = run.shape.sizes
         return min(-(-s.total_layers // s.block), run.layers)
     return run.bank_rows
+
+
+_PIECE_ATTN = {"kda": "K", "mla": "M", "oproj-allreduce": "K"}
 
 
 def dims(part: str, run: Run) -> dict[str, Scalar]:
@@ -167,7 +189,7 @@ def dims(part: str, run: Run) -> dict[str, Scalar]:
     p, s = run.shape, run.shape.sizes
     return {
         "rows": p.rows, "layers": run.layers, "first": run.first, "ranks": s.ranks, "context": p.context,
-        "attn": run.attn if part == "decode" else {"kda": "K", "mla": "M"}.get(part, "") * run.layers,
+        "attn": run.attn if part == "decode" else _PIECE_ATTN.get(part, "") * run.layers, "gpus": p.gpus,
         "ffn": run.ffn if part == "decode" else "E" * run.layers if part == "latent-moe" else "",
         "q": p.q, "requests": p.requests, "kv": p.kv, "experts_format": p.experts,
         "taps": ",".join(map(str, run.tapped)), "gate_rank": s.gate_rank,

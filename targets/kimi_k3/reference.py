@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from sandbox.artifact import on_rank
 from targets.base import Workload
-from targets.kimi_k3 import checkpoint, disturb, generate, held_out, smaller
+from targets.kimi_k3 import checkpoint, disturb, generate, held_out, ranks, smaller
 from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, Schedule
 from targets.kimi_k3.maths.step import Step, walk
 from targets.kimi_k3.options import Run, resolve, split
@@ -44,13 +45,23 @@ class KimiReference:
     def weights(self, w: Workload, seed: int, device: str) -> Tensors:
         if w.options.extra.get("weights"):
             return checkpoint.load(w, device)
+        if ranks.gpus(w) > 1:
+            return ranks.drawn(w, seed, lambda one, s: generate.weights(one, s, device))
         return generate.weights(w, seed, device)
 
     def states(self, w: Workload, seed: int, device: str) -> Tensors:
+        if ranks.gpus(w) > 1:
+            return ranks.drawn(w, seed, lambda one, s: generate.states(one, s, device))
         return generate.states(w, seed, device)
 
     def inputs(self, w: Workload, seed: int, step: int, device: str) -> Tensors:
+        if ranks.gpus(w) > 1:
+            return ranks.drawn(w, seed, lambda one, s: generate.inputs(one, s, step, device))
         return generate.inputs(w, seed, step, device)
+
+    def replicated(self, w: Workload) -> tuple[str, ...]:
+        """Outputs, by their names on rank 0, that all ranks must hold with the same bits."""
+        return tuple(b.name for b in w.buffers if b.group == "outputs" and b.rank == 0)
 
     def distributions(self, w: Workload) -> tuple[str, ...]:
         return disturb.names(w)
@@ -59,11 +70,13 @@ class KimiReference:
         return held_out.names(w)
 
     def smaller(self, w: Workload, tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
-        return smaller.cases(w, tensors)
+        return iter(()) if ranks.gpus(w) > 1 else smaller.cases(w, tensors)
 
     def disturb(self, w: Workload, name: str, seed: int, tensors: Tensors) -> Tensors:
         """A public distribution or a held-out case."""
         module = held_out if name.startswith("held-out.") else disturb
+        if ranks.gpus(w) > 1:
+            return ranks.each(w, tensors, lambda one, t: module.apply(one, name, seed, t))
         return module.apply(w, name, seed, tensors)
 
     def run(
@@ -82,6 +95,8 @@ class KimiReference:
         ties: tuple[Tie, ...] = ()
         if chooser.ids:
             out[IDS] = torch.stack(chooser.own)
+            for rank in range(1, run.shape.gpus):  # the others route as rank 0 does
+                out[on_rank(IDS, rank)] = torch.stack(chooser.ids)
             if schedule == ORACLE.name:
                 used = torch.stack(chooser.ids)
                 shadows = [_shadow(part, run, tensors, (name, used)) for name in SHADOWS]
@@ -92,14 +107,16 @@ class KimiReference:
 
 @torch.no_grad()
 def _steps(part: str, run: Run, tensors: Tensors, how: tuple[Schedule, Chooser]) -> Step:
-    step = Step(run, tensors, *how)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
+        if run.shape.gpus > 1:
+            return ranks.walk_all(part, run, tensors, how)
+        step = Step(run, tensors, *how)
         walk(part, step)
+        return step
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    return step
 
 
 def walked(run: Run, tensors: Tensors, how: tuple[Schedule, Chooser]) -> Step:

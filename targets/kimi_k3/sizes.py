@@ -1,12 +1,12 @@
 """Sizes of Kimi K3 on one tensor-parallel rank, as plain numbers, and the presets. No torch, no buffers.
 
-"Local" means this rank's share. `tiny` is the whole model shrunk for a CPU; `tiny-tp2` is the same split in two;
-`tiny-end` is one layer shorter, so that it ends in two MLA layers as the model does.
+"Local" means this rank's share. `tiny` is the whole model shrunk for a CPU; `tiny-tp2` is the same split in two,
+`tp2` the real one; `tiny-end` is one layer shorter, so that it ends in two MLA layers as the model does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EPS = 1e-5
 """Epsilon of every RMSNorm (the L2 norms of q and k in KDA use 1e-6)."""
@@ -135,6 +135,7 @@ PRESETS = {
     "tiny": Preset(_tiny(1), first=0, layers=6, instances=3, context=96),
     "tiny-tp2": Preset(_tiny(2), first=0, layers=6, instances=3, context=96),
     "tiny-end": Preset(_tiny(1, 5), first=0, layers=5, instances=3, context=96),
+    "tp2": Preset(_full(2), first=12, layers=2, instances=12, context=8192),
     "tp8": Preset(_full(8), first=12, layers=4, instances=12, context=8192),
     "tp16": Preset(_full(16), first=12, layers=4, instances=12, context=8192),
 }
@@ -145,6 +146,10 @@ GLM_PRESETS = {
 }
 FAMILIES = {"kimi-k3": PRESETS, "glm-5.3-flash": GLM_PRESETS}
 """Presets by the name that its targets begin with."""
+PAIR_PRESETS = {
+    "tp8-pair": Preset(replace(_full(8), ranks=2), first=0, layers=12, instances=12, context=8192),
+}
+"""For pieces on two GPUs: each has the share that it would have of eight, so that the exchange weighs as much."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 MOST_TOKENS = 8
 """Tokens of one request in a verification step."""

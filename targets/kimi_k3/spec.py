@@ -8,6 +8,7 @@ concern them:
     latent_down   sharded (default) or replicated       router   replicated (default) or sharded
     q             tokens a request, 1 (default) to 8: verification of q - 1 drafts; rows = requests q
     kv            bf16 (default) or fp8 paged latent cache      experts   mxfp4 (default) or nvfp4
+    mode          loopback (default): one rank, the others' contributions are inputs; peer2: both of two, on two GPUs
     taps          dspark: the stream bf(P + delta) on entry of layers 3, 24, 48, 72, 90 of the run is an output
 
 Buffers (M rows; `buffers` has the parts of a layer and the exchange with other ranks):
@@ -35,6 +36,7 @@ The pieces are chains of `layers` instances i = 0.. (default 12, tiny 3), each w
     kimi-k3-latent-moe  y_i = delta of the routed FFN on x_i (router, experts, shared, up); also outputs.ids
     kimi-k3-router      x_i = inputs.x.i, instances independent: outputs.ids, outputs.weights bf16 [instances, M, topk]
     kimi-k3-attn-res    chained through the prefix, below
+    kimi-k3-allreduce-attn-res, kimi-k3-oproj-allreduce      likewise, on two GPUs
 
     glm-5.3-flash-kda   likewise of GLM-5.3-Flash: in_proj rows q | k | v | b | f_a | g_a, g = bf(g_a g_b^T)
 
@@ -42,21 +44,26 @@ with x_i = bf(inputs.x.i + y_{i-1}), x_0 = inputs.x.0, and y_i = outputs.y.i, al
 inputs.x0; instance i does P <- bf(P + inputs.delta.i), writes P to row i of outputs.bank [M, bank_rows, hidden] when
 i < bank_rows, and mixes bank rows 0..n-1 and P, n = min(i, bank_rows), with weights.layers.i.{res_norm, res_proj,
 out_norm} into outputs.y.i; outputs.prefix is P at the end. bank_rows = min(8, layers) (tiny: min(3, layers)).
+
+Two GPUs: every rank has the buffers of its own, `NAME@1` on rank 1; x0, bank, prefix and y are equal on both. Instance
+i does as AttnRes with delta = bf(sum over the ranks, in their order, FP32, of the partials). The partial of a rank is
+bf(inputs.partial.i + y_{i-1}), or bf(x_i weights.layers.i.o_proj^T), x_i = bf(inputs.x.i + y_{i-1}[:, :columns of x]).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from sandbox.artifact import on_rank
 from targets.base import Floor, Options, Workload, register
 from targets.kimi_k3 import floors, seeds
 from targets.kimi_k3.baseline import BASELINES, STRONG
 from targets.kimi_k3.brief import brief as equations
 from targets.kimi_k3.layout import BUILD
 from targets.kimi_k3.options import counts, dims, resolve
-from targets.kimi_k3.sizes import FAMILIES, PRESETS
+from targets.kimi_k3.sizes import FAMILIES, PAIR_PRESETS, PRESETS
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class KimiTarget:
 
     def model_layers(self, options: Options) -> int:
         """Layers of the whole model, of which a workload is a slice."""
-        return FAMILIES[self.family][options.preset].sizes.total_layers
+        presets = {**FAMILIES[self.family], **PAIR_PRESETS}
+        return presets[options.preset].sizes.total_layers
 
     @property
     def brief(self) -> str:
@@ -98,20 +106,23 @@ class KimiTarget:
     def workload(self, options: Options) -> Workload:
         run = resolve(self.name, options)
         found = BUILD[self.part](run)
+        everywhere = tuple(
+            replace(b, name=on_rank(b.name, rank)) for rank in range(run.shape.gpus) for b in found
+        )
         return Workload(
             target=self.name, options=options, layers=run.layers, rows=run.shape.rows, context=run.shape.context,
-            q=run.shape.q, ranks=run.shape.sizes.ranks, dims=dims(self.part, run), buffers=found,
+            q=run.shape.q, ranks=run.shape.sizes.ranks, dims=dims(self.part, run), buffers=everywhere,
             floor=floors.floor(run.shape, found, counts(self.part, run)),
         )  # fmt: skip
 
     def floor_for(self, w: Workload, ids: Sequence[Sequence[Sequence[int]]]) -> Floor:
         """The floor with the experts really routed; `ids` is `outputs.ids` as nested lists."""
         run = resolve(self.name, w.options)
-        return floors.floor(
-            run.shape, w.buffers, counts(self.part, run), floors.distinct_by_layer(ids)
-        )
+        one = tuple(b for b in w.buffers if b.rank == 0)
+        return floors.floor(run.shape, one, counts(self.part, run), floors.distinct_by_layer(ids))
 
 
+PAIRS = ("tiny-tp2", "tp8-pair", "tp2")
 _SUMMARIES = {
     "decode": "Kimi K3 decode step of one tensor-parallel rank, a run of layers",
     "attn-res": "chain of fused AttnRes steps (prefix add, mix of up to 9 sources, RMSNorm)",
@@ -121,6 +132,10 @@ _SUMMARIES = {
     "latent-moe": "chain of latent MoE layers with MXFP4 experts",
     "gemv": "chain of square bf16 matrix-vector products",
 }
+_ON_TWO = {
+    "allreduce-attn-res": "chain of all-reduces between two GPUs, each fused into AttnRes and its norm",
+    "oproj-allreduce": "chain of o_proj, all-reduce between two GPUs, AttnRes and norm",
+}
 _GLM = KimiTarget(
     "kda",
     "chain of GLM-5.3-Flash KDA layers: a low-rank output gate, else as in Kimi K3",
@@ -128,7 +143,12 @@ _GLM = KimiTarget(
     "glm-5.3-flash",
 )
 TARGETS = {
-    t.name: t for t in (*(KimiTarget(part, text) for part, text in _SUMMARIES.items()), _GLM)
+    t.name: t
+    for t in (
+        *(KimiTarget(part, text) for part, text in _SUMMARIES.items()),
+        *(KimiTarget(part, text, PAIRS) for part, text in _ON_TWO.items()),
+        _GLM,
+    )
 }
 
 

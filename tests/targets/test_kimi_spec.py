@@ -8,6 +8,7 @@ from sandbox.artifact import GROUPS, Buffer
 from sandbox.dtypes import ITEM_BYTES
 from targets.base import Options, UnknownOption, Workload, find, names
 from targets.kimi_k3.floors import expected_distinct
+from targets.kimi_k3.options import PAIRED
 from targets.kimi_k3.spec import KimiTarget
 from tests.targets.kimi import PARTS, workload
 
@@ -43,7 +44,8 @@ def buffer(w: Workload, name: str) -> Buffer:
 
 def test_the_targets_are_registered() -> None:
     assert "glm-5.3-flash-kda" in names()
-    assert [n for n in names() if n.startswith("kimi-k3-")] == [f"kimi-k3-{p}" for p in PARTS]
+    everything = sorted((*PARTS, *PAIRED))
+    assert [n for n in names() if n.startswith("kimi-k3-")] == [f"kimi-k3-{p}" for p in everything]
 
 
 @pytest.mark.parametrize("part", PARTS)

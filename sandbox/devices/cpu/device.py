@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
-from sandbox.artifact import Artifact, Launch, LaunchPlan, PlanName
+from sandbox.artifact import Artifact, Launch, LaunchPlan, PlanName, rank_of
 from sandbox.devices.base import DeviceFacts, Refused
-from sandbox.devices.cpu.execute import Counts, Memory, Policy, Region, run
+from sandbox.devices.cpu.execute import Counts, Memory, Policy, Region, Work, run
 from sandbox.devices.cpu.ptx_ast import Module, PtxError
 from sandbox.devices.cpu.ptx_parse import parse
+from sandbox.devices.cpu.ranks import Crew, Held
 from sandbox.devices.cpu.translate import ModuleData, Translated, module_data, translate
 from sandbox.verdict import Failure, KernelResources, Status
 
@@ -41,48 +43,70 @@ class CpuBound:
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
         self._tensors = tensors  # their memory must outlive every launch
-        self.launches = len(plan.launches)
-        self._program, self._plan, self._regions = program, plan, regions
-        self._counts: list[tuple[Launch, Translated, Counts]] = []
+        self.program, self.plan = program, plan
+        # of one rank, as everywhere; of several, those of the slowest
+        self.launches = max(Counter(x.rank for x in plan.launches).values())
+        self._regions = regions
+        self._counts: dict[int, tuple[Launch, Translated, Counts]] = {}
 
     def launch(self) -> None:
-        """Run all launches in order. Raises Faulted."""
-        with self._program.lock:
-            self._counts = []
-            self._program.forget_step(self._regions)
-            for item in self._plan.launches:
-                kernel = self._program.kernel(self._plan, item.kernel)
-                params = bytearray(item.params)
-                for r in item.relocations:
-                    value = self._regions[r.buffer].base + r.addend
-                    params[r.offset : r.offset + 8] = value.to_bytes(8, "little")
-                regions = [*self._regions.values(), *self._program.module_regions(self._plan)]
-                counts, found = run(
-                    kernel, item, bytes(params), regions, self._program.policy, self._program.memory
-                )
-                self._program.add(found)
-                self._counts.append((item, kernel, counts))
+        """Run all launches in order; of several ranks at once, each rank's in order. Raises Faulted."""
+        if self.program.artifact.ranks > 1:
+            self.program.crew.launch(self)
+            return
+        with self.program.lock:
+            self.begin()
+            for i in range(len(self.plan.launches)):
+                self.done(i, *run(self.work(i), self.program.policy, self.program.memory))
+
+    def begin(self) -> None:
+        """A step starts: what no step may rely on counts as unwritten."""
+        self._counts = {}
+        self.program.forget_step(self._regions)
+
+    def work(self, index: int) -> Work:
+        """Launch number `index` with addresses, and with the buffers within its rank's reach."""
+        item = self.plan.launches[index]
+        params = bytearray(item.params)
+        for r in item.relocations:
+            value = self._regions[r.buffer].base + r.addend
+            params[r.offset : r.offset + 8] = value.to_bytes(8, "little")
+        named = {r.buffer for r in item.relocations}
+        regions = [x for n, x in self._regions.items() if rank_of(n) == item.rank or n in named]
+        regions += self.program.module_regions(self.plan)
+        return Work(self.program.kernel(self.plan, item.kernel), item, bytes(params), regions)
+
+    def done(self, index: int, counts: Counts, found: list[Failure]) -> None:
+        """Keep what launch number `index` did."""
+        item = self.plan.launches[index]
+        self.program.add(found)
+        self._counts[index] = (item, self.program.kernel(self.plan, item.kernel), counts)
 
     def capture(self) -> CpuBound:
         return self
 
     def modelled_us(self) -> float | None:
-        """Modelled microseconds of the last launch; None before the first."""
+        """Modelled microseconds of the last launch, of several ranks the slowest; None before the first. Waiting for
+        other ranks is no part of it."""
         if not self._counts:
             return None
         from sandbox.devices.cpu.model import modelled_us
 
-        return modelled_us(self._counts, self._regions)
+        ranks = sorted({item.rank for item, _, _ in self._counts.values()})
+        return max(
+            modelled_us([x for x in self.counts() if x[0].rank == rank], self._regions)
+            for rank in ranks
+        )
 
     def profile(self) -> list[dict[str, Any]]:
         """What the model says of each launch of the last run: microseconds by part, bytes by level, opcodes."""
         from sandbox.devices.cpu.explain import rows
 
-        return rows(self._counts, self._regions)
+        return rows(self.counts(), self._regions)
 
     def counts(self) -> list[tuple[Launch, Translated, Counts]]:
         """What each launch of the last run executed."""
-        return self._counts
+        return [self._counts[i] for i in sorted(self._counts)]
 
 
 class CpuProgram:
@@ -90,9 +114,10 @@ class CpuProgram:
 
     resources: tuple[KernelResources, ...] = ()
 
-    def __init__(self, artifact: Artifact, policy: Policy) -> None:
+    def __init__(self, artifact: Artifact, policy: Policy, held: Held | None = None) -> None:
         self.artifact, self.policy = artifact, policy
         self.memory, self.lock = Memory(), threading.Lock()
+        self.crew = Crew(self, held or Held())
         self._modules: dict[str, tuple[Module, ModuleData]] = {}
         self._kernels: dict[tuple[str, str], Translated] = {}
         self._shadows: dict[tuple[str, int, int], Shadow] = {}
@@ -114,6 +139,14 @@ class CpuProgram:
                 ) from error
             self._modules[plan.ptx] = (module, module_data(module))
         module, data = self._modules[plan.ptx]
+        if self.artifact.ranks > 1 and any(size for _, size in data.ranges.values()):
+            raise Refused(
+                Status.UNSUPPORTED,
+                Failure(
+                    "cpu-ranks",
+                    "variables of the module itself are not told apart by rank on the cpu device",
+                ),
+            )
         for item in plan.launches:
             entry = module.entries.get(item.kernel)
             if entry is None:
@@ -250,6 +283,7 @@ class CpuDevice:
     ) -> None:
         plain = Policy(exact=mode == "exact", **_order(seed))
         self.policy = plain if budget is None else replace(plain, budget=budget)
+        self._held = Held()
 
     def facts(self) -> DeviceFacts:
         """The machine whose launches are imitated is an H200; the memory is this machine's."""
@@ -274,7 +308,12 @@ class CpuDevice:
                 Status.UNSUPPORTED,
                 Failure("cpu-unsupported", f"the cpu device does not run {artifact.arch}"),
             )
-        return CpuProgram(artifact, self.policy)
+        return CpuProgram(artifact, self.policy, self._held)
+
+    def held(self) -> Held:
+        """A context in which steps of several ranks are queued; on leaving it they run, and a rank that is done with
+        one goes on to the next while others are still behind. Raises Faulted there."""
+        return self._held
 
     def synchronize(self) -> None:
         """Launches run when they are called; nothing is ever pending."""

@@ -18,7 +18,7 @@ import torch
 from sandbox import artifact_store
 from sandbox.artifact import Artifact, Buffer, Launch
 from sandbox.devices.cpu.device import CpuDevice, CpuProgram
-from sandbox.devices.cpu.execute import Counts, Region, run
+from sandbox.devices.cpu.execute import Counts, Region, Work, run
 from sandbox.devices.cpu.facts import Facts, Residency, facts_of
 from sandbox.devices.cpu.model import H200, Machine, launch_seconds
 
@@ -76,6 +76,9 @@ def _memory(
 
 def step_facts(artifact: Artifact, given: Mapping[str, torch.Tensor]) -> list[Facts]:
     """Facts of every launch of the step, in order. Raises Refused or Faulted."""
+    if artifact.ranks > 1:
+        text = "launches of several ranks wait for each other: none of them runs alone"
+        raise Refused(Status.UNSUPPORTED, Failure("cpu-ranks", text))
     device = CpuDevice()
     program = device.load(artifact)
     buffers = buffers_of(artifact, given)
@@ -112,7 +115,8 @@ def _execute(program: CpuProgram, x: Launch, buffers: Mapping[str, torch.Tensor]
             known.add(t.data_ptr())
             every.append(Region(name, t.data_ptr(), t.numel()))
     policy = replace(program.policy, sampled=SAMPLED)
-    counts, _ = run(program.kernel(plan, x.kernel), x, bytes(params), every, policy, program.memory)
+    work = Work(program.kernel(plan, x.kernel), x, bytes(params), every)
+    counts, _ = run(work, policy, program.memory)
     return counts
 
 

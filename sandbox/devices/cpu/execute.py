@@ -122,30 +122,80 @@ class Record:
         return int(self.words[offset // 8])
 
 
-def run(
-    kernel: Translated,
-    launch: Launch,
-    params: bytes,
-    regions: list[Region],
-    policy: Policy,
-    memory: Memory,
-) -> tuple[Counts, list[Failure]]:
+@dataclass(frozen=True)
+class Work:
+    """A launch ready to run: its kernel, its parameters with addresses, and the buffers that it may touch."""
+
+    kernel: Translated
+    launch: Launch
+    params: bytes
+    regions: list[Region]
+
+
+class Running:
+    """A launch under way. `memory` is its own until it has ended."""
+
+    def __init__(self, work: Work, policy: Policy, memory: Memory) -> None:
+        self.work, self.record = work, Record()
+        kernel, launch = work.kernel, work.launch
+        self._keep = _fill(self.record, kernel, launch, work.params, work.regions, policy)
+        _slots(self.record, kernel, launch, policy, memory)
+        self.record.put(L.C_ACTIVE, self.record.get(L.C_NCLUSTERS))
+
+    @property
+    def ended(self) -> bool:
+        return self.record.get(L.C_ACTIVE) <= 0
+
+    def finish(self) -> None:
+        """Run to the end. Raises Faulted."""
+        self._raise(self._call("rt_run"))
+
+    def advance(self) -> bool:
+        """Run every block as far as it goes; whether any went on. Raises Faulted."""
+        moved = self._call("rt_pass")
+        self._raise(self.record.get(L.C_STATUS))
+        return bool(moved) or self.ended
+
+    def stuck(self) -> bool:
+        """Let every poll look once more although nothing can have changed; whether that shows that this launch can
+        never end by itself. Raises Faulted for anything else that went wrong."""
+        found = self._call("rt_force")
+        if found and self.record.get(L.C_STATUS) >= L.H_DEADLOCK:
+            self.explanation = self.failure()
+            self.record.put(L.C_STATUS, 0)
+            return True
+        self._raise(self.record.get(L.C_STATUS))
+        return False
+
+    explanation: Failure | None = None
+
+    def failure(self) -> Failure:
+        return report.failure(self.record, self.work.kernel, self.work.launch, self.work.regions)
+
+    def results(self) -> tuple[Counts, list[Failure]]:
+        """Counts and findings of a launch that has ended."""
+        record, keep, w = self.record, self._keep, self.work
+        counts = Counts(
+            keep["counters"], keep["sampled"], record.get(L.C_BULKBYTES), record.get(L.C_BULKWRITTEN),
+            record.get(L.C_BARRIERS), record.get(L.C_CLUSTERPHASES), _site_regions(keep["sites"], w.regions),
+        )  # fmt: skip
+        return counts, report.findings(record, w.kernel, w.launch, w.regions, keep["found"])
+
+    def _call(self, name: str) -> int:
+        function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(runtime().address(name))
+        return int(function(self.record.address))
+
+    def _raise(self, status: int) -> None:
+        if status:
+            hang = status >= L.H_DEADLOCK
+            raise Faulted(Status.HANG if hang else Status.FAULT, self.failure())
+
+
+def run(work: Work, policy: Policy, memory: Memory) -> tuple[Counts, list[Failure]]:
     """Run a launch. Returns counts and findings. Raises Faulted."""
-    record = Record()
-    keep = _fill(record, kernel, launch, params, regions, policy)
-    _slots(record, kernel, launch, policy, memory)
-    function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(runtime().address("rt_run"))
-    status = function(record.address)
-    findings = report.findings(record, kernel, launch, regions, keep["found"])
-    if status:
-        failure = report.failure(record, kernel, launch, regions)
-        hang = status >= L.H_DEADLOCK
-        raise Faulted(Status.HANG if hang else Status.FAULT, failure)
-    counts = Counts(
-        keep["counters"], keep["sampled"], record.get(L.C_BULKBYTES), record.get(L.C_BULKWRITTEN),
-        record.get(L.C_BARRIERS), record.get(L.C_CLUSTERPHASES), _site_regions(keep["sites"], regions),
-    )  # fmt: skip
-    return counts, findings
+    running = Running(work, policy, memory)
+    running.finish()
+    return running.results()
 
 
 def _fill(

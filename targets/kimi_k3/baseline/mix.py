@@ -128,7 +128,12 @@ class MixBaseline:
             mix = parts.Mix(w["res_norm"], w["res_proj"], w["out_norm"])
             row = i if i < count else -1
             mixed = parts.Mixed(
-                prefix, t[f"inputs.delta.{i}"], t[f"outputs.y.{i}"], min(i, count), row=row
+                prefix,
+                t[f"inputs.delta.{i}"],
+                t[f"outputs.y.{i}"],
+                min(i, count),
+                row=row,
+                early=False,
             )
             self._add(self.make.attn_res(banks, mix, mixed))
             prefix = t["outputs.prefix"]

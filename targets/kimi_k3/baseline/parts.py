@@ -52,6 +52,8 @@ class Mixed:
     sources: int
     row: int = -1
     closing: bool = False
+    early: bool = True
+    """The launch before writes no bank row that is mixed here."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,7 @@ class Maker:
             rows.attn_res_kernel, (self.m,), args, self.fixed("attn_res"), H=hidden,
             BLOCK=power(hidden), OLD=banks.count_old, NEW=1 if banks.new is None else banks.new.shape[1],
             SOURCES=s.sources, ROW=s.row, ADD=s.delta is not None, CLOSING=s.closing,
+            EARLY=s.early,
         )  # fmt: skip
 
     def kda(self, layer: Layer, slots: Tensor, x: Tensor, out: Tensor) -> list[Launch]:

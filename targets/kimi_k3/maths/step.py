@@ -17,7 +17,7 @@ from targets.kimi_k3.maths.kda import Slots, kda
 from targets.kimi_k3.maths.layer import Layer, layer_of
 from targets.kimi_k3.maths.mla import Paging, mla
 from targets.kimi_k3.maths.precision import Schedule, bf, linear, rms
-from targets.kimi_k3.options import Run, bank_rows
+from targets.kimi_k3.options import PAIRED, Run, bank_rows
 
 Tensors = dict[str, Tensor]
 
@@ -172,9 +172,35 @@ class Step:
         self.out["outputs.bank"] = torch.stack(bank, 1)
         self.out["outputs.prefix"] = prefix
 
+    def reduced(self, part: str) -> None:
+        """allreduce-attn-res and oproj-allreduce: AttnRes whose delta is summed over the ranks."""
+        prefix = self.wide("inputs.x0")
+        bank: list[Tensor] = []
+        y: Tensor | None = None
+        rows = bank_rows(part, self.run)
+        projected = part == "oproj-allreduce"
+        for i in range(self.run.layers):
+            layer = self.layer(i)
+            w = layer.weights
+            given = self.wide(f"inputs.{'x' if projected else 'partial'}.{i}")
+            if y is not None:
+                given = bf(given + y[:, : given.shape[-1]])
+            partial = bf(linear(self.s, given, w["o_proj"])) if projected else given
+            prefix = bf(prefix + layer.exchange.all_reduce("attn", partial))
+            y = attn_res.mix_norm(
+                self.s, [*bank, prefix], (w["res_norm"], w["res_proj"], w["out_norm"])
+            )
+            self.out[f"outputs.y.{i}"] = y
+            if i < rows:
+                bank.append(prefix)
+        self.out["outputs.bank"] = torch.stack(bank, 1)
+        self.out["outputs.prefix"] = prefix
+
 
 def walk(part: str, step: Step) -> None:
-    if part in ("decode", "router", "attn-res"):
+    if part in PAIRED:
+        step.reduced(part)
+    elif part in ("decode", "router", "attn-res"):
         {"decode": step.decode, "router": step.router, "attn-res": step.attn_res}[part]()
     else:
         step.chain(part)

@@ -17,43 +17,63 @@ def absorb_source(best, total, mixed, v, weight, eps, H: tl.constexpr):
 
 
 @triton.jit
+def absorb_bank(
+    best, total, mixed, old, new, m, weight, eps,
+    H: tl.constexpr, BLOCK: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, SOURCES: tl.constexpr,
+):  # fmt: skip
+    """The first SOURCES bank rows of request m: OLD earlier ones, then new ones."""
+    c = tl.arange(0, BLOCK)
+    for s in tl.static_range(SOURCES):
+        if s < OLD:
+            at = old + (m * OLD + s) * H
+        else:
+            at = new + (m * NEW + s - OLD) * H
+        v = tl.load(at + c, mask=c < H, other=0.0).to(tl.float32)
+        best, total, mixed = absorb_source(best, total, mixed, v, weight, eps, H)
+    return best, total, mixed
+
+
+@triton.jit
 def attn_res_kernel(
     prefix, delta, prefix_out, old, new, mix, norm, out, eps,
     H: tl.constexpr, BLOCK: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, SOURCES: tl.constexpr,
-    ROW: tl.constexpr, ADD: tl.constexpr, CLOSING: tl.constexpr, PDL: tl.constexpr,
+    ROW: tl.constexpr, ADD: tl.constexpr, CLOSING: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """P = bf(prefix + delta) with ADD, else prefix; stored, and to row ROW of the new bank rows if it is >= 0.
 
     out = bf(RMS(m; norm)), m the mix of SOURCES bank rows (OLD earlier ones, then new ones) and P; CLOSING rounds m
-    first. `mix` is f32 norm * proj. Grid (M).
+    first. `mix` is f32 norm * proj. EARLY: the launch before writes no bank row, so they are mixed while it runs.
+    Grid (M).
     """
     m = tl.program_id(0)
     c = tl.arange(0, BLOCK)
     mask = c < H
     weight = tl.load(mix + c, mask=mask, other=0.0)
     scale = tl.load(norm + c, mask=mask, other=0.0).to(tl.float32)
+    best = -1e30
+    total = 0.0
+    mixed = tl.zeros([BLOCK], dtype=tl.float32)
+    if EARLY:
+        best, total, mixed = absorb_bank(
+            best, total, mixed, old, new, m, weight, eps, H, BLOCK, OLD, NEW, SOURCES
+        )
     begin(PDL)
     p = tl.load(prefix + m * H + c, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         p = bf(p + tl.load(delta + m * H + c, mask=mask, other=0.0).to(tl.float32))
-    tl.store(prefix_out + m * H + c, p.to(tl.bfloat16), mask=mask)
-    if ROW >= 0:
-        tl.store(new + (m * NEW + ROW) * H + c, p.to(tl.bfloat16), mask=mask)
-    best = tl.sum(p * weight, 0) / tl.sqrt(tl.sum(p * p, 0) / H + eps)
-    total = 1.0
-    mixed = p
-    for s in tl.static_range(SOURCES):
-        if s < OLD:
-            at = old + (m * OLD + s) * H
-        else:
-            at = new + (m * NEW + s - OLD) * H
-        v = tl.load(at + c, mask=mask, other=0.0).to(tl.float32)
-        best, total, mixed = absorb_source(best, total, mixed, v, weight, eps, H)
+    if not EARLY:
+        best, total, mixed = absorb_bank(
+            best, total, mixed, old, new, m, weight, eps, H, BLOCK, OLD, NEW, SOURCES
+        )
+    best, total, mixed = absorb_source(best, total, mixed, p, weight, eps, H)
     mixed = mixed / total
     if CLOSING:
         mixed = bf(mixed)
     y = mixed / tl.sqrt(tl.sum(mixed * mixed, 0) / H + eps) * scale
     tl.store(out + m * H + c, y.to(tl.bfloat16), mask=mask)
+    tl.store(prefix_out + m * H + c, p.to(tl.bfloat16), mask=mask)
+    if ROW >= 0:
+        tl.store(new + (m * NEW + ROW) * H + c, p.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit

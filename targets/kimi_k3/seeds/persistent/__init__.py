@@ -11,6 +11,10 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 _PARTS = {
     "decode": ("plan", "fields", "device", "setup", "mix", "kda", "moe", "mla", "decode"),
+    "latent-moe-tiles": (
+        "plan", "fields", "device", "setup", "tile_plan", "tile_device", "tile_route", "tile_experts", "tile_moe",
+        "tile_chain",
+    ),
     "latent-moe": ("plan", "fields", "device", "setup", "moe", "chain", "moe_chain"),
     "kda": ("plan", "fields", "device", "setup", "tensor", "kda", "kda_rows", "chain", "kda_chain"),
 }
