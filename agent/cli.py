@@ -22,6 +22,7 @@ COMMANDS = {
     "judge": "judge", "record": "judge", "targets": "listing", "runs": "listing", "show": "show",
     "review": "review", "report": "report", "serve": "serve", "export": "export",
     "mcp": "mcp", "doctor": "doctor", "bench": "bench", "lessons": "lessons",
+    "trajectory": "replay", "replay": "replay",
 }  # fmt: skip
 
 

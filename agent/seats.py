@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from agent import trajectory
 from agent.config import KEYS, RunSettings
 from agent.models.base import Model
 from agent.models.external import External
@@ -52,12 +53,15 @@ def make_model(settings: RunSettings) -> Model | None:
 
 
 def seat(run: str, settings: RunSettings, session: Session, check: Callable[[], None]) -> Party:
-    """Raises AuthError, NotFound for a run to replay that does not exist."""
+    """Raises AuthError, NotFound for a run to replay that does not exist, BadRecord."""
     place = session.place
     if settings.proposer == "tuner":
         return Party(Tuner())
     if settings.proposer == "replay":
         queries = Queries(Store(place.db), place.workspace)
+        folder = Path(settings.replay)
+        if (folder / trajectory.NAME).is_file():
+            return Party(Replay(trajectory.rows_for_replay(folder, queries), place.workspace))
         rows = queries.candidates(queries.run(settings.replay)["id"])
         return Party(Replay(rows, place.workspace))
     from agent.book import Book

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from agent import interrupts, seats
+from agent import interrupts, seats, trajectory
 from agent.commands import common
 from agent.commands.dryrun import dry_run as show_dry_run
 from agent.config import KEYS, PROPOSERS, RunSettings, has_gpu
@@ -83,7 +83,7 @@ def limit_options(f: Any) -> Any:
     "replay_run",
     default=None,
     metavar="RUN",
-    help="Run whose proposals `replay` takes.",
+    help="Run, or folder of a recorded one, whose proposals `replay` takes.",
 )
 @click.option(
     "--wait/--no-wait", default=True, help="Wait for external proposals, or stop and be resumed."
@@ -178,7 +178,11 @@ def resume(**asked: Any) -> int:
 
 
 def _recorded(place: Place, name: str) -> str:
-    """The whole id of a run: `last` would mean the new one once that is recorded. Raises Usage."""
+    """The whole id of a run, for `last` would mean the new one once that is recorded; or the folder that `trajectory`
+    wrote. Raises Usage.
+    """
+    if (Path(name) / trajectory.NAME).is_file():
+        return str(Path(name).absolute())
     if not place.db.exists():
         raise common.Usage(f"there is no record {place.db}")
     return str(Queries(Store(place.db), place.workspace).run(name)["id"])

@@ -1,0 +1,182 @@
+"""`trajectory`: a run as a folder that can be kept and judged again; `replay`: judge it again and compare the order.
+
+The proposals of a replay come from the record, never from a model; what it measures is a new run of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agent import ranking
+from agent import trajectory as course
+from agent.commands import common
+from agent.store import Queries, Store
+
+
+@click.command("trajectory")
+@click.argument("run")
+@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=None,
+              help="Folder to write.  [default: TARGET/DEVICE/RUN among the winners]")  # fmt: skip
+@common.db_option
+@common.out_option
+@common.json_option
+def trajectory_(run: str, output: Path | None, db: Path, out: Path | None, as_json: bool) -> int:
+    """Write a RUN (its id, a unique part of it, or `last`) as a folder: proposals with their predictions, verdicts,
+    waterfalls, decisions, lessons, and the ranking. `kernelgen replay FOLDER` judges it again.
+
+    \b
+    Examples:
+      kernelgen trajectory last
+      kernelgen trajectory 01JD3V -o records/kda
+    """
+    if not db.exists():
+        raise common.Usage(f"there is no record {db}")
+    place = common.place_of(db, out)
+    queries = Queries(Store(place.db), place.workspace)
+    folder = course.write(place, queries, run, output)
+    ranked = course.read(folder)["ranking"]
+    common.emit(as_json, {"folder": str(folder), "ranking": ranked}, str(folder))
+    return 0
+
+
+@click.command()
+@click.argument("name", metavar="FOLDER|RUN")
+@click.option("--preset", default=None, help="Other sizes than those of the record.")
+@click.option("--layers", type=click.IntRange(1), default=None, help="Another number of layers.")
+@common.machine_options
+@click.option("--confirm", type=click.Choice(["full", "promote"]), default="full", show_default=True,
+              help="Tier that what is better must pass.")  # fmt: skip
+@click.option("--margin", type=click.FloatRange(0, 1), default=ranking.MARGIN, show_default=True,
+              help="Recorded times closer than this share are not told apart.")  # fmt: skip
+@click.option(
+    "--deadline",
+    type=click.FloatRange(1),
+    default=None,
+    help="Seconds a screen may take, as of optimize.",
+)
+@common.db_option
+@common.out_option
+@common.json_option
+def replay(name: str, **asked: Any) -> int:
+    """Judge the candidates of a recorded run again, in their order, and compare the ranking.
+
+    \b
+    Examples:
+      kernelgen replay kernels_out/kimi-k3-kda/h200/01JD3V...
+      kernelgen replay last --device cpu --preset tiny --layers 2
+
+    Exit codes: 0 the order is the same (of times that the record tells apart) and so is every status; 1 it is not.
+    """
+    place = common.place_of(asked["db"], asked["out"])
+    folder, recorded = _source(place, name)
+    context = click.get_current_context()
+    from agent.commands.optimize import optimize
+
+    arguments = _arguments(folder or recorded["run"], recorded, asked, folder)
+    with contextlib.redirect_stdout(sys.stderr):  # its summary is talk here
+        optimize.main(
+            arguments, prog_name="kernelgen optimize", standalone_mode=False, parent=context.parent
+        )
+    queries = Queries(Store(place.db), place.workspace)
+    new = queries.run("last")["id"]
+    rows = queries.candidates(new)
+    found = ranking.compare(
+        ranking.results(recorded["candidates"]), ranking.results(rows), asked["margin"]
+    )
+    data = {"run": new, "of": recorded["run"], **found.to_json()}
+    common.emit(asked["as_json"], data, "\n".join(_words(recorded["candidates"], rows, found)))
+    return 0 if found.same else 1
+
+
+def _source(place: Any, name: str) -> tuple[Path | None, dict[str, Any]]:
+    """The folder, or None for a run of the record; and what was recorded. Raises Usage, NotFound, BadRecord."""
+    if Path(name).is_dir():
+        return Path(name).absolute(), course.read(Path(name))
+    if not place.db.exists():
+        raise common.Usage(f"{name} is no folder, and there is no record {place.db}")
+    queries = Queries(Store(place.db), place.workspace)
+    row = queries.run(name)
+    return None, {
+        "run": row["id"], "target": row["target"], "settings": json.loads(row["settings"]),
+        "device": {"kind": row["device"]}, "candidates": queries.candidates(row["id"]),
+    }  # fmt: skip
+
+
+def _arguments(
+    what: Path | str, recorded: Mapping[str, Any], asked: Mapping[str, Any], folder: Path | None
+) -> list[str]:
+    """`optimize` as it was asked then, but for where it runs and when it ends: after the last proposal."""
+    settings = recorded["settings"]
+    options = settings["options"]
+    proposals = len(recorded["candidates"]) - 1
+    found = ["--target", settings["target"], "--preset", asked["preset"] or options["preset"]]
+    for key in ("layers", "rows", "context"):
+        value = asked.get(key) or options.get(key)
+        found += [f"--{key}", str(value)] if value is not None else []
+    for key, value in options.get("extra", {}).items():
+        found += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+    for key in ("device", "arch", "sandbox", "deadline"):
+        found += [f"--{key}", str(asked[key])] if asked[key] is not None else []
+    found += ["--trust-this-code"] if asked["trust_this_code"] else []
+    if folder is not None:
+        found += ["--start", str(folder / "candidates" / "0.py")]
+    found += [
+        "--proposer",
+        "replay",
+        "--replay",
+        str(what),
+        "--candidates",
+        "1",
+        "--confirm",
+        asked["confirm"],
+    ]
+    found += [
+        "--rounds",
+        str(proposals),
+        "--patience",
+        str(proposals + 1),
+        "--stop-at",
+        "1",
+        "--repairs",
+        "0",
+    ]
+    found += ["--db", str(asked["db"])] + (["--out", str(asked["out"])] if asked["out"] else [])
+    return found
+
+
+def _words(
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+    found: ranking.Comparison,
+) -> list[str]:
+    now = {row["seq"]: row for row in after}
+    lines = ["candidate  recorded us     now us  status"]
+    for row in before:
+        again = now.get(row["seq"])
+        status = again["status"] if again else "not judged"
+        lines.append(
+            f"{row['seq']:9d}  {_us(row):>11s}  {_us(again):>9s}  {row['status']} -> {status}"
+        )
+    lines.append(f"fastest first, recorded: {_order(found.before)}; now: {_order(found.after)}")
+    if found.same:
+        lines.append(f"the ranking is reproduced: {found.pairs} pairs that the record tells apart")
+    for fast, slow in found.swapped:
+        lines.append(f"swapped: {fast} was faster than {slow}")
+    lines += [f"candidate {seq} was {then} and is {is_}" for seq, then, is_ in found.changed]
+    lines += [f"candidate {seq} was not judged again" for seq in found.missing]
+    return lines
+
+
+def _us(row: Mapping[str, Any] | None) -> str:
+    return f"{row['us']:.2f}" if row and row["us"] is not None else "-"
+
+
+def _order(seqs: Sequence[int]) -> str:
+    return ", ".join(map(str, seqs)) or "none"

@@ -1,0 +1,197 @@
+"""A whole run as a folder that people read and `kernelgen replay` judges again: every proposal with its prediction, its
+verdicts, its waterfall, what was decided and what was learned.
+
+    kernels_out/<target>/<device>/<run>/
+      README.md                 the course of the run in a table, and the lessons
+      record.json               settings, candidates in their order, decisions, lessons, the ranking
+      candidates/N.py           sources as they were handed in
+      verdicts/N-TIER-STEP.json every verdict of candidate N
+      waterfalls/N.txt          where a step's time went, for those that passed
+
+It reads the record and writes that folder; it judges nothing, and artifacts are not part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agent import ranking, waterfall
+from agent.profiles import profiled
+from agent.store import Queries
+from agent.views import clean
+from agent.winners import device_slug, target_slug
+from agent.workspace import Missing, Place, replace_folder
+from sandbox import strict
+
+SCHEMA = 1
+NAME = "record.json"
+MAX_BYTES = 8 << 20
+_KEPT = (
+    "seq", "round", "parent_seq", "proposer", "direction", "note", "predicted_gain", "status", "outcome", "message",
+    "tier", "trust", "us", "us_per_layer", "launches", "fraction_of_floor_measured", "speedup_incumbent",
+    "incumbent_low", "incumbent_high", "speedup_graph", "artifact", "duplicate_of", "created",
+)  # fmt: skip
+
+
+class BadRecord(strict.Malformed):
+    """A folder that is no record of a run, or one that was changed."""
+
+
+def write(place: Place, queries: Queries, run: str, folder: Path | None = None) -> Path:
+    """Write run `run`; by default beside the winners. Raises NotFound, Missing, OSError."""
+    row = queries.run(run)
+    rows = queries.candidates(row["id"])
+    files: dict[str, bytes] = {}
+    candidates = [_candidate(queries, c, files) for c in rows]
+    device = next((c["device"] for c in candidates if c["device"]), {"kind": row["device"]})
+    record = {
+        "schema": SCHEMA, "run": row["id"], "target": row["target"], "device": device,
+        "workload": json.loads(row["workload"]), "settings": _portable(json.loads(row["settings"])),
+        "versions": json.loads(row["versions"]), "proposer": row["proposer"], "model": row["model"],
+        "started": row["started"], "stop": row["stop"], "candidates": candidates,
+        "decisions": [
+            {k: d[k] for k in ("round", "kind", "seq", "reason", "date")} for d in queries.decisions(row["id"])
+        ],
+        "lessons": list(queries.lessons(row["id"])),
+        "ranking": list(ranking.order(ranking.results(rows))),
+    }  # fmt: skip
+    files[NAME] = _pretty(record)
+    files["README.md"] = readme(record).encode()
+    final = folder or place.out / target_slug(row["target"]) / device_slug(device) / row["id"]
+    _replace(final, files)
+    return final
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The record of a folder, checked as far as `replay` needs it. Raises BadRecord."""
+    try:
+        with (folder / NAME).open("rb") as file:
+            data = strict.parse(file.read(MAX_BYTES), NAME, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        raise BadRecord(str(folder), f"is no record of a run: {error}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise BadRecord(str(folder / NAME), "has another form than this version writes")
+    candidates = data.get("candidates")
+    if not isinstance(candidates, list) or [c.get("seq") for c in candidates] != list(
+        range(len(candidates))
+    ):
+        raise BadRecord(str(folder / NAME), "lists no candidates 0, 1, 2 and so on")
+    return data
+
+
+def source(folder: Path, seq: int) -> str:
+    """Raises BadRecord."""
+    try:
+        return (folder / "candidates" / f"{seq}.py").read_text()
+    except (OSError, ValueError) as error:
+        raise BadRecord(str(folder), f"has no readable candidate {seq}: {error}") from error
+
+
+def _portable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without the paths of the machine that it ran on."""
+    return {**settings, "folder": "", "start": "", "replay": ""}
+
+
+def _candidate(queries: Queries, row: Mapping[str, Any], files: dict[str, bytes]) -> dict[str, Any]:
+    """The row as data; its source, verdicts and waterfall go into `files`."""
+    seq = row["seq"]
+    try:
+        files[f"candidates/{seq}.py"] = queries.workspace.get(row["source"])
+    except Missing as error:
+        raise Missing(f"candidate {seq}: {error}") from error
+    names: list[str] = []
+    device: dict[str, Any] = {}
+    for n, judged in enumerate(queries.verdicts(row["id"])):
+        verdict = queries.workspace.verdict(judged["blob"])
+        device = dict(verdict.device) or device
+        names.append(f"verdicts/{seq}-{verdict.tier}-{n}.json")
+        files[names[-1]] = _pretty(verdict.to_json())
+    seen = profiled(queries, row)
+    lines = waterfall.lines(seen.profile) if seen is not None else []
+    if lines:
+        files[f"waterfalls/{seq}.txt"] = ("\n".join(map(clean, lines)) + "\n").encode()
+    return {
+        **{k: row[k] for k in _KEPT}, "promoted": bool(row["promoted"]), "device": device,
+        "tunables": json.loads(row["tunables"] or "{}"), "source": f"candidates/{seq}.py",
+        "verdicts": names, "waterfall": f"waterfalls/{seq}.txt" if lines else None,
+    }  # fmt: skip
+
+
+def readme(record: Mapping[str, Any]) -> str:
+    """The course of the run for a reader."""
+    work = ", ".join(f"{k}={v}" for k, v in record["workload"].items())
+    lines = [
+        f"# {record['target']}, run {record['run']}", "",
+        f"- workload: {work}",
+        f"- device: {record['device'].get('name') or record['device'].get('kind')}",
+        f"- proposals: {record['proposer']} {record['model'] or ''}".rstrip(),
+        f"- started {record['started']}; ended: {record['stop'] or 'open'}", "",
+        "Judge it again: `kernelgen replay .` in this folder. Times are microseconds of a step; gains are over the "
+        "incumbent of then, with 95 % intervals.", "",
+        "| candidate | predicted | measured | us | of the floor | status | |", "|---|---|---|---|---|---|---|",
+        *[_line(c) for c in record["candidates"]], "",
+        f"Fastest first: {', '.join(map(str, record['ranking'])) or 'none was timed'}.",
+    ]  # fmt: skip
+    for c in record["candidates"]:
+        lines += ["", f"## Candidate {c['seq']}", "", clean(c["note"] or "(no note)")]
+        if c["message"]:
+            lines += ["", f"Failure: {clean(c['message'])}"]
+        if c["waterfall"]:
+            lines += ["", f"Where its time goes: [{c['waterfall']}]({c['waterfall']})"]
+    lines += ["", "## Decisions", ""]
+    lines += [
+        f"- round {d['round']}: {d['kind']} {d['seq']}: {clean(d['reason'])}"
+        for d in record["decisions"]
+    ]
+    lines += ["", "## Lessons", "", *[f"- {clean(x)}" for x in record["lessons"] or ("(none)",)]]
+    return "\n".join(lines) + "\n"
+
+
+def _line(c: Mapping[str, Any]) -> str:
+    gain = "-"
+    if c["speedup_incumbent"] is not None:
+        gain = f"{c['speedup_incumbent']:.3f}"
+        if c["incumbent_low"] is not None:
+            gain += f" [{c['incumbent_low']:.3f}, {c['incumbent_high']:.3f}]"
+    floor = c["fraction_of_floor_measured"]
+    cells = [
+        str(c["seq"]), f"{c['predicted_gain']:.3f}" if c["predicted_gain"] else "-", gain,
+        f"{c['us']:.2f}" if c["us"] is not None else "-", f"{floor:.1%}" if floor is not None else "-",
+        f"{c['status']} ({c['tier']})", "new best" if c["promoted"] and c["seq"] else "",
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def _replace(final: Path, files: Mapping[str, bytes]) -> None:
+    """As `replace_folder`, for names with one folder in them."""
+    flat = {n: d for n, d in files.items() if "/" not in n}
+    with tempfile.TemporaryDirectory() as scratch:
+        trees: dict[str, Path] = {}
+        for name, data in files.items():
+            head, slash, tail = name.partition("/")
+            if slash:
+                trees[head] = Path(scratch) / head
+                trees[head].mkdir(exist_ok=True)
+                (trees[head] / tail).write_bytes(data)
+        replace_folder(final, flat, trees)
+
+
+def rows_for_replay(folder: Path, queries: Queries) -> Sequence[Mapping[str, Any]]:
+    """Candidates as `agent.models.replay` takes them; their sources become blobs here. Raises BadRecord."""
+    found = []
+    for c in read(folder)["candidates"]:
+        text = source(folder, c["seq"])
+        found.append({
+            "seq": c["seq"], "run": folder.name, "direction": c.get("direction"), "note": c.get("note"),
+            "predicted_gain": c.get("predicted_gain"), "tunables": json.dumps(c.get("tunables") or {}),
+            "source": queries.workspace.put(text),
+        })  # fmt: skip
+    return found
+
+
+def _pretty(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()

@@ -1,0 +1,67 @@
+"""A run as a folder, and its candidates judged again: what the folder holds, and when an order is the same one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from agent.ranking import Result, compare
+from tests.agent.test_cli import Call, call, optimize
+
+__all__ = ["call"]
+
+
+def results(*us: float | None) -> list[Result]:
+    return [Result(n, "passed" if x is not None else "wrong", x) for n, x in enumerate(us)]
+
+
+def test_times_closer_than_the_margin_may_swap_and_others_may_not() -> None:
+    before = results(10.0, 8.0, 8.1)
+    found = compare(before, results(20.0, 16.5, 16.0))
+    assert (found.before, found.after) == ((1, 2, 0), (2, 1, 0))
+    assert found.same and found.pairs == 2
+    found = compare(before, results(15.0, 16.5, 14.0))
+    assert found.swapped == ((1, 0),) and not found.same
+
+
+def test_another_status_and_a_candidate_that_is_gone_are_told() -> None:
+    found = compare(results(10.0, None, 8.0), results(10.0, 9.0))
+    assert found.changed == ((1, "wrong", "passed"),)
+    assert found.missing == (2,) and found.pairs == 0 and not found.same
+
+
+def test_a_run_goes_to_a_folder_and_comes_out_in_the_same_order_elsewhere(
+    call: Call, tmp_path: Path
+) -> None:
+    assert optimize(call, "--rounds", "2").exit_code == 0
+    folder = Path(json.loads(call("trajectory", "last", "-o", "kept", "--json").stdout)["folder"])
+    record = json.loads((folder / "record.json").read_text())
+    seqs = [c["seq"] for c in record["candidates"]]
+    assert len(seqs) > 2 and record["lessons"] and record["decisions"]
+    for c in record["candidates"]:
+        assert (folder / c["source"]).read_text() and c["verdicts"]
+        assert json.loads((folder / c["verdicts"][-1]).read_text())["status"] == c["status"]
+    assert (
+        record["settings"]["start"] == ""
+        and str(tmp_path) not in (folder / "record.json").read_text()
+    )
+    done = call("replay", str(folder), "--device", "cpu", "--db", "other/runs.db", "--json")
+    assert done.exit_code == 0, done.output
+    again = json.loads(done.stdout)
+    assert again["same"] and again["before"] == again["after"] == record["ranking"]
+    assert again["pairs"] > 0 and again["run"] != record["run"]
+
+
+def test_a_folder_whose_numbers_were_changed_is_not_reproduced(call: Call) -> None:
+    assert optimize(call, "--rounds", "2").exit_code == 0
+    assert call("trajectory", "last", "-o", "kept").exit_code == 0
+    path = Path("kept/record.json")
+    record = json.loads(path.read_text())
+    best = record["ranking"][0]
+    record["candidates"][best]["us"] = 1e6
+    path.write_text(json.dumps(record))
+    done = call("replay", "kept", "--device", "cpu")
+    assert done.exit_code == 1 and "was faster than" in done.stdout, done.output
+    path.write_text("{}")
+    broken = call("replay", "kept", "--device", "cpu")
+    assert broken.exit_code == 1 and "another form" in broken.stderr
