@@ -1,4 +1,4 @@
-"""All-reduce between two GPUs fused into AttnRes: partials go straight into the other rank's mailbox, to be added there.
+"""All-reduce between two GPUs fused into AttnRes: partials go straight into the other rank's mailbox.
 
 One CTA per row has all sources of the mix in registers; what does not depend on the sum (the bank's scores) is done
 before the wait. Both ranks add in FP32 in rank order, so they hold the same bits.
