@@ -29,7 +29,7 @@ MEASURED: dict[tuple[str, int], Tile] = {}
 FIXED = {
     "attn_res": Tile(1, 1, 16),
     "select": Tile(1, 1, 1),
-    "kda": Tile(1, 1, 16),
+    "kda": Tile(1, 1, 8),
     "query": Tile(1, 64, 4),
     "attention": Tile(1, 1, 4, 2),
     "join": Tile(32, 8, 8),

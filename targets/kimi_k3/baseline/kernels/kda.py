@@ -7,33 +7,28 @@ from targets.kimi_k3.baseline.kernels.common import begin, bf, sigmoid
 
 
 @triton.jit
-def history(taps, conv, channel, D3: tl.constexpr):
-    """Three old values of these channels and the four weights of their taps."""
+def remembered(taps, conv, channel, D3: tl.constexpr):
+    """What the three old values of these channels add to the four-tap sum."""
     w = conv + channel * 4
-    return (
-        tl.load(taps + channel),
-        tl.load(taps + D3 + channel),
-        tl.load(taps + 2 * D3 + channel),
-        tl.load(w),
-        tl.load(w + 1),
-        tl.load(w + 2),
-        tl.load(w + 3),
-    )
+    u = tl.load(taps + channel).to(tl.float32) * tl.load(w)
+    u += tl.load(taps + D3 + channel).to(tl.float32) * tl.load(w + 1)
+    return u + tl.load(taps + 2 * D3 + channel).to(tl.float32) * tl.load(w + 2)
 
 
 @triton.jit
-def convolved(past, x):
+def convolved(past, x, conv, channel):
     """silu of the four-tap sum."""
-    u = past[0].to(tl.float32) * past[3] + past[1].to(tl.float32) * past[4]
-    u += past[2].to(tl.float32) * past[5] + x.to(tl.float32) * past[6]
+    u = past + x.to(tl.float32) * tl.load(conv + channel * 4 + 3)
     return u * sigmoid(u)
 
 
 @triton.jit
-def moved_on(taps, channel, past, x, live, D3: tl.constexpr):
+def moved_on(taps, channel, x, live, D3: tl.constexpr):
     """The history one value further."""
-    tl.store(taps + channel, past[1], mask=live)
-    tl.store(taps + D3 + channel, past[2], mask=live)
+    t1 = tl.load(taps + D3 + channel)
+    t2 = tl.load(taps + 2 * D3 + channel)
+    tl.store(taps + channel, t1, mask=live)
+    tl.store(taps + D3 + channel, t2, mask=live)
     tl.store(taps + 2 * D3 + channel, x, mask=live)
 
 
@@ -60,9 +55,9 @@ def kda_kernel(
     S = tl.load(at)
     low = tl.load(f_b + c[:, None] * RANK + j[None, :]).to(tl.float32)
     taps += safe * (9 * D)
-    past_q = history(taps, conv, c, 3 * D)
-    past_k = history(taps, conv, D + c, 3 * D)
-    past_v = history(taps, conv, 2 * D + c, 3 * D)
+    past_q = remembered(taps, conv, c, 3 * D)
+    past_k = remembered(taps, conv, D + c, 3 * D)
+    past_v = remembered(taps, conv, 2 * D + c, 3 * D)
     slope = tl.load(rate + h)
     bias = tl.load(dt_bias + c)
     scale = tl.load(o_norm + i).to(tl.float32)
@@ -75,9 +70,9 @@ def kda_kernel(
     beta = sigmoid(tl.load(y + 4 * D + RANK + h).to(tl.float32))
     open_gate = sigmoid(tl.load(y + 3 * D + c).to(tl.float32))
     raw = bf(tl.sum(low * f_a[None, :], 1))
-    q = convolved(past_q, xq)
-    k = convolved(past_k, xk)
-    v = convolved(past_v, xv)
+    q = convolved(past_q, xq, conv, c)
+    k = convolved(past_k, xk, conv, D + c)
+    v = convolved(past_v, xv, conv, 2 * D + c)
     q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) * (W**-0.5)
     k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
     S = S * tl.exp(-5.0 * sigmoid(slope * (raw + bias)))[None, :]
@@ -86,6 +81,6 @@ def kda_kernel(
     o = o / tl.sqrt(tl.sum(o * o, 0) / W + eps) * scale * open_gate
     tl.store(out + m * D + c, tl.where(live, o, 0.0).to(tl.bfloat16))
     tl.store(at, S + error[:, None] * k[None, :], mask=live)
-    moved_on(taps, c, past_q, xq, live, 3 * D)
-    moved_on(taps, D + c, past_k, xk, live, 3 * D)
-    moved_on(taps, 2 * D + c, past_v, xv, live, 3 * D)
+    moved_on(taps, c, xq, live, 3 * D)
+    moved_on(taps, D + c, xk, live, 3 * D)
+    moved_on(taps, 2 * D + c, xv, live, 3 * D)
