@@ -1,0 +1,320 @@
+"""One FFN of the tile kernel: what the producer brings, and the phases of the consumers."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from kernelgen import timeline
+
+from targets.kimi_k3.seeds.common import (
+    add_bf16x2,
+    high,
+    lanes_sum,
+    low,
+    pack_bf16,
+    round_bf16,
+    situ,
+)
+from targets.kimi_k3.seeds.persistent.device import (
+    ALL,
+    ROUTE,
+    at,
+    consumers,
+    field,
+    gathered,
+    wait,
+    words_at,
+)
+from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
+from targets.kimi_k3.seeds.persistent.tile_device import (
+    COUNT_T,
+    T,
+    Tiles,
+    clear,
+    columns_of,
+    drain_tiles,
+    fill_tiles,
+    place,
+    send,
+    store16,
+    take_box,
+    tell,
+)
+from targets.kimi_k3.seeds.persistent.tile_experts import (
+    fill_pieces,
+    fill_units,
+    load_latent,
+    others_sums,
+    tiles_down,
+    tiles_up,
+)
+from targets.kimi_k3.seeds.persistent.tile_route import bias_of, choose_experts
+
+# ---- producer
+
+
+@cute.jit
+def fill_layer(c: Tiles, layer: Int32, it: Int32, op: cutlass.Constexpr):
+    """All of one FFN; waits for the routing before the routed experts."""
+    d, wide, inner = op.d, Int64(2 * op.d.hidden), Int64(2 * op.d.shared_dim)
+    timeline.mark(c.brought, "bring front", layer)
+    first, n = share(d.router_rows, c.cta, op.ctas)
+    router = field(c, layer, T["router"], COUNT_T) + Int64(first) * wide
+    it = fill_tiles(c, it, ((router, wide, Int32(0), 1),), n, op.tile(d.hidden, 8), op)
+    first, n = share(d.latent_rows, c.cta, op.ctas)
+    latent = field(c, layer, T["latent_down"], COUNT_T) + Int64(first) * wide
+    first, pairs = share(d.shared_dim, c.cta, op.ctas)
+    gate = field(c, layer, T["shared_gate_up"], COUNT_T) + Int64(first) * wide
+    rows = (
+        (latent, wide, Int32(0), 1),
+        (gate, wide, n, 2),
+        (gate + d.shared_dim * wide, wide, n + 1, 2),
+    )
+    it = fill_tiles(c, it, rows, n + 2 * pairs, op.tile(d.hidden, 16), op)
+    first, n = share(d.hidden_local, c.cta, op.ctas)
+    start = field(c, layer, T["shared_down"], COUNT_T)
+    rows = ((start + Int64(first) * inner, inner, Int32(0), 1),)
+    many = Int32(n)
+    if cutlass.const_expr(d.hidden > d.hidden_local):
+        first, others = share(d.hidden - d.hidden_local, c.cta, op.ctas)
+        rows = (*rows, (start + Int64(d.hidden_local + first) * inner, inner, Int32(n), 1))
+        many = n + others
+    it = fill_tiles(c, it, rows, many, op.tile(d.shared_dim, 16), op)
+    timeline.mark(c.brought, "routing", layer, kind="wait")
+    cute.arch.mbarrier_wait(c.routed, layer & 1)
+    timeline.mark(c.brought, "bring experts", layer)
+    it = fill_units(c, layer, it, op)
+    it = fill_pieces(c, layer, it, op)
+    first, n = share(d.hidden_local, c.cta, op.ctas)
+    back = Int64(2 * d.latent)
+    rows = ((field(c, layer, T["latent_up"], COUNT_T) + Int64(first) * back, back, Int32(0), 1),)
+    return fill_tiles(c, it, rows, n, op.tile(d.latent, 8), op)
+
+
+# ---- consumers
+
+
+@cute.jit
+def tile_router(c: Tiles, layer: Int32, it: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
+    """This CTA's logits."""
+    d, g, t = op.d, op.tile(op.d.hidden, 8), op.tokens
+    first, n = share(d.router_rows, c.cta, op.ctas)
+    it = drain_tiles(c, it, n, rX, g, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, n * t, op.threads, unroll=1):
+        send(
+            c, "logits", layer, i % t * d.router_rows + first + i // t, gathered(c, i, g.active), op
+        )
+    return it
+
+
+@cute.jit
+def tile_front(c: Tiles, layer: Int32, it: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
+    """Latent and the shared expert's hidden vector, this CTA's share."""
+    d, g, t = op.d, op.tile(op.d.hidden, 16), op.tokens
+    first_l, n_l = share(d.latent_rows, c.cta, op.ctas)
+    first_s, n_s = share(d.shared_dim, c.cta, op.ctas)
+    it = drain_tiles(c, it, n_l + 2 * n_s, rX, g, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, (n_l + n_s) * t, op.threads, unroll=1):
+        row, m = i // t, i % t
+        if row < n_l:
+            send(
+                c, "latent", layer, m * d.latent_rows + first_l + row, gathered(c, i, g.active), op
+            )
+        else:
+            row -= n_l
+            gate = gathered(c, (n_l + 2 * row) * t + m, g.active)
+            up = gathered(c, (n_l + 2 * row + 1) * t + m, g.active)
+            x = situ(round_bf16(gate), round_bf16(up))
+            send(c, "hs", layer, m * d.shared_dim + first_s + row, x, op)
+    return it
+
+
+@cute.jit
+def far_sums(c: Tiles, layer: Int32, op: cutlass.Constexpr):
+    """This thread's sums of the other ranks for `tile_shared`."""
+    d, t = op.d, op.tokens
+    first, n = share(d.hidden_local, c.cta, op.ctas)
+    many = -(-(-(-d.hidden_local // op.ctas) * t) // op.threads)
+    r = cute.make_rmem_tensor(cute.make_layout((many,)), Float32)
+    r.fill(0.0)
+    if cutlass.const_expr(d.ranks > 1):
+        gFar = at(Float32, field(c, layer, T["remote_shared"], COUNT_T), t * d.hidden_local)
+        for k in cutlass.range_constexpr(many):
+            i = c.tid + k * op.threads
+            if i < n * t:
+                r[k] = gFar[i % t * d.hidden_local + first + i // t]
+    return r
+
+
+@cute.jit
+def tile_shared(c: Tiles, layer: Int32, it: Int32, rFar: cute.Tensor, op: cutlass.Constexpr):
+    """c.own = bf(shared partial + the others') of this CTA's columns; the rest is sent. Ends with a barrier."""
+    d, g, t = op.d, op.tile(op.d.shared_dim, 16), op.tokens
+    first, n = share(d.hidden_local, c.cta, op.ctas)
+    many = Int32(n)
+    far = d.hidden - d.hidden_local
+    first_s, n_s = share(far, c.cta, op.ctas)
+    if cutlass.const_expr(far > 0):
+        many = n + n_s
+    rX = take_box(c, place(c, "hs", layer, op), g, op)
+    it = drain_tiles(c, it, many, rX, g, op)
+    consumers(op)
+    for k in cutlass.range_constexpr(rFar.shape[0]):
+        i = c.tid + k * op.threads
+        if i < n * t:
+            x = round_bf16(gathered(c, i, g.active))
+            c.own[i] = round_bf16(x + rFar[k]) if cutlass.const_expr(d.ranks > 1) else x
+    if cutlass.const_expr(far > 0):
+        gSend = at(BFloat16, field(c, layer, T["send"], COUNT_T), t * far)
+        for i in cutlass.range(c.tid, n_s * t, op.threads, unroll=1):
+            x = gathered(c, n * t + i, g.active)
+            gSend[i % t * far + first_s + i // t] = x.to(BFloat16)
+    consumers(op)
+    return it
+
+
+@cute.jit
+def norm_words(c: Tiles, layer: Int32, op: cutlass.Constexpr):
+    """This lane's weights of the latent's norm."""
+    g = op.tile(op.d.latent, 8)
+    rN = cute.make_rmem_tensor(cute.make_layout((4, 2 * g.spans)), Uint32)
+    rN.fill(0)
+    if c.warp < g.active:
+        for s in cutlass.range_constexpr(2 * g.spans):
+            words_at(field(c, layer, T["latent_norm"], COUNT_T), columns_of(c, s, g), rN[None, s])
+    return rN
+
+
+@cute.jit
+def tile_norm(
+    c: Tiles, rX: cute.Tensor, rN: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """rX words <- bf(RMS(x; norm)) of the lane's token; a barrier inside."""
+    square = Float32(0.0)
+    for v in cutlass.range_constexpr(2 * g.spans):
+        for e in cutlass.range_constexpr(4):
+            a, b = low(rX[e, v]), high(rX[e, v])
+            square += a * a + b * b
+    square = lanes_sum(square, 4)
+    token = c.lane // 4
+    if token < op.tokens and c.lane % 4 == 0:
+        c.red[token * STRIDE + c.warp] = square
+    consumers(op)
+    total = Float32(0.0)
+    if token < op.tokens:
+        for w in cutlass.range_constexpr(g.active):
+            total += c.red[token * STRIDE + w]
+    scale = cute.math.rsqrt(total / g.k + op.d.eps)
+    for v in cutlass.range_constexpr(2 * g.spans):
+        for e in cutlass.range_constexpr(4):
+            a = low(rX[e, v]) * scale * low(rN[e, v])
+            rX[e, v] = pack_bf16(a, high(rX[e, v]) * scale * high(rN[e, v]))
+
+
+@cute.jit
+def tile_up(c: Tiles, layer: Int32, it: Int32, rN: cute.Tensor, op: cutlass.Constexpr):
+    """y = bf(bf(RMS(z; latent_norm) W_up^T) + shared) of this CTA's columns, and the next instance's x."""
+    d, g, t = op.d, op.tile(op.d.latent, 8), op.tokens
+    first, n = share(d.hidden_local, c.cta, op.ctas)
+    more = layer + 1 < d.layers
+    after = layer + 1 if more else layer
+    gX = at(BFloat16, field(c, after, T["x"], COUNT_T), t * d.hidden)
+    gY = at(BFloat16, field(c, layer, T["y"], COUNT_T), t * d.hidden)
+    many = -(-(-(-d.hidden_local // op.ctas) * t) // op.threads)
+    rNext = cute.make_rmem_tensor(cute.make_layout((many,)), Float32)
+    rNext.fill(0.0)
+    for k in cutlass.range_constexpr(many):
+        i = c.tid + k * op.threads
+        if i < n * t:
+            rNext[k] = gX[i % t * d.hidden + first + i // t].to(Float32)
+    rX = take_box(c, place(c, "z", layer, op), g, op)
+    tile_norm(c, rX, rN, g, op)
+    it = drain_tiles(c, it, n, rX, g, op)
+    consumers(op)
+    for k in cutlass.range_constexpr(many):
+        i = c.tid + k * op.threads
+        if i < n * t:
+            y = round_bf16(round_bf16(gathered(c, i, g.active)) + c.own[i])
+            column = i % t * d.hidden + first + i // t
+            gY[column] = y.to(BFloat16)
+            if more:
+                send(c, "x", layer + 1, column, rNext[k] + y, op)
+    return it
+
+
+@cute.jit
+def tail_columns(c: Tiles, layer: Int32, op: cutlass.Constexpr):
+    """The gathered columns of y and of the next instance's x, a share per CTA."""
+    d, t = op.d, op.tokens
+    vecs = (d.hidden - d.hidden_local) // 8
+    if cutlass.const_expr(vecs > 0):
+        first, n = share(vecs * t, c.cta, op.ctas)
+        rY = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+        rX = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+        far = field(c, layer, T["remote_delta"], COUNT_T)
+        for i in cutlass.range(first + c.tid, first + n, op.threads, unroll=1):
+            m, v = i // vecs, i % vecs
+            to = Int64(m * d.hidden + d.hidden_local + 8 * v) * 2
+            words_at(far, i, rY)
+            store16(field(c, layer, T["y"], COUNT_T) + to, rY)
+            if layer + 1 < d.layers:
+                words_at(field(c, layer + 1, T["x"], COUNT_T) + to, 0, rX)
+                for e in cutlass.range_constexpr(4):
+                    rX[e] = add_bf16x2(rX[e], rY[e])
+                store16(place(c, "x", layer + 1, op) + to, rX)
+
+
+@cute.jit
+def first_x(c: Tiles, layer: Int32, op: cutlass.Constexpr):
+    """rX[4, steps] of this lane's token: from the inputs in the first instance, else from its box."""
+    g = op.tile(op.d.hidden, 16)
+    start = place(c, "x", layer, op)
+    start = field(c, layer, T["x"], COUNT_T) if layer == 0 else start
+    return take_box(c, start, g, op)
+
+
+@cute.jit
+def tile_moe(c: Tiles, layer: Int32, edge: Int32, it: Int32, given: tuple, op: cutlass.Constexpr):
+    """The FFN of one instance; its y and the next one's x are there after the edge that is told of last."""
+    mIds, chosen = given
+    rX = first_x(c, layer, op)
+    timeline.mark(c.track, "router", layer)
+    it = tile_router(c, layer, it, rX, op)
+    tell(c, op, ROUTE)
+    timeline.mark(c.track, "front", layer)
+    it = tile_front(c, layer, it, rX, op)
+    tell(c, op)
+    timeline.mark(c.track, "edge logits", layer, kind="edge")
+    rBias = bias_of(c, layer, op)
+    rFar = far_sums(c, layer, op)
+    tail_columns(c, layer, op)
+    clear(c, layer, op)
+    wait(c, layer + 1, op, ROUTE, op.fenced)
+    timeline.mark(c.track, "choose", layer)
+    choose_experts(c, layer, rBias, chosen, mIds, op)
+    edge += 1
+    timeline.mark(c.track, "edge front", layer, kind="edge")
+    wait(c, edge, op, ALL, op.fenced)
+    timeline.mark(c.track, "shared down", layer)
+    it = tile_shared(c, layer, it, rFar, op)
+    timeline.mark(c.track, "experts up", layer)
+    rL = load_latent(c, layer, op)
+    it = tiles_up(c, layer, it, rL, op)
+    tell(c, op, ALL, True)
+    edge += 1
+    timeline.mark(c.track, "edge h", layer, kind="edge")
+    rRemote = others_sums(c, layer, op)
+    wait(c, edge, op)
+    timeline.mark(c.track, "experts down", layer)
+    it = tiles_down(c, layer, it, rRemote, op)
+    tell(c, op)
+    edge += 1
+    timeline.mark(c.track, "edge z", layer, kind="edge")
+    rN = norm_words(c, layer, op)
+    wait(c, edge, op, ALL, op.fenced)
+    timeline.mark(c.track, "up projection", layer)
+    it = tile_up(c, layer, it, rN, op)
+    return it, edge
