@@ -186,6 +186,13 @@ class Op:
     stages: int
     spin: int
 
+    def __post_init__(self):
+        channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0
+        if self.d.rows == 1 and self.threads < channels:
+            raise ValueError(
+                f"KDA of one token has a thread for each of {channels} channels, {self.warps} warps are too few"
+            )
+
     def rows(self, k, pair=False):
         return Rows(k, self.warps, self.stage, pair)
 
