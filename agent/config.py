@@ -31,7 +31,8 @@ class BadConfig(Exception):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """All that `optimize` was asked, kept with the run so that `resume` needs its id alone."""
+    """All that `optimize` was asked, kept with the run so that `resume` needs its id alone. Who works on it is not part
+    of it; on which kind of device workers judged is (`kind`, '' for this machine's)."""
 
     target: str
     options: Options
@@ -55,6 +56,7 @@ class RunSettings:
     start: str = ""
     sandbox: str = ""
     trust_this_code: bool = False
+    kind: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "tier": str(self.tier), "confirm": str(self.confirm)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,15 @@ from targets.base import Target, find
 
 @dataclass(frozen=True)
 class Services:
-    """The sandbox's side. `fresh_judge` starts another judge process."""
+    """The sandbox's side. `fresh_judge` starts another judge process; `gpu` is held while judging; `width` says how
+    many jobs are worth asking for at once, `kind` on which kind of device workers judge ('' for this machine)."""
 
     compiler: Compiler
     judge: Judge
     fresh_judge: Callable[[], Judge]
+    gpu: AbstractContextManager[Any] = field(default_factory=threading.Lock)
+    width: int = 1
+    kind: str = ""
 
     def close(self) -> None:
         self.compiler.close()
@@ -168,7 +173,7 @@ def deps_of(r: Run) -> Deps:
         compiler=r.services.compiler, judge=r.services.judge,
         fresh_judge=r.services.fresh_judge, store=store, workspace=workspace, files=files,
         ledger=r.ledger, reporter=r.session.reporter, now=now, out=place.out, clerk=clerk,
-        stopping=r.session.stopping,
+        stopping=r.session.stopping, gpu=r.services.gpu,
     )  # fmt: skip
 
 

@@ -6,11 +6,15 @@ The clients start processes; nothing of the compiler, the judge, torch or CUDA i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from agent.ids import new_run_id
 from agent.models.base import Unavailable
 from agent.runner import Services
 from agent.workspace import Workspace
@@ -18,14 +22,19 @@ from sandbox.compile_client import CompileClient, CompileSettings, NoIsolation
 from sandbox.jobs import Judge, JudgeJob
 from sandbox.judge_client import ClientOptions, JudgeClient, JudgeFailed, state_folder
 from sandbox.verdict import Verdict
+from sandbox.workers import farm
 
+T = TypeVar("T")
+R = TypeVar("R")
 DEFAULT_ARCH = "sm_90a"
+WIDEST = 256
+"""Files given to workers at once; the pool lets those wait for which there is no worker."""
 
 
 @dataclass(frozen=True)
 class Wanted:
     """What to start. `sandbox` '' means the strongest isolation that works; `arch` '' that of the
-    device.
+    device. `workers` as `--workers` says it; of these, `kinds` of device, and `scope`, the run.
     """
 
     device: str
@@ -34,6 +43,9 @@ class Wanted:
     trust_this_code: bool = False
     parallel: int = 1
     deadline_s: float = 120.0
+    workers: str = ""
+    kinds: tuple[str, ...] = ()
+    scope: str = ""
 
 
 def judge_state() -> Path:
@@ -68,10 +80,48 @@ def device_facts(judge: JudgeClient, device: str) -> Mapping[str, Any]:
     return facts
 
 
-def start(w: Wanted, workspace: Workspace) -> tuple[Services, Mapping[str, Any]]:
+Started = tuple[Services, Mapping[str, Any]]
+
+
+def start(w: Wanted, workspace: Workspace) -> Started:
     """Running services, and the device's facts. Raises Unavailable; nothing is left running
     then.
     """
+    return next(iter(start_each(w, workspace).values()))
+
+
+def start_each(w: Wanted, workspace: Workspace) -> dict[str, Started]:
+    """Services by kind of device: on this machine the one asked for, on workers all of `w.kinds`.
+
+    Here it is decided, once, who works; nobody else knows. Those on workers share a pool, which the
+    first `close` closes. Raises Unavailable.
+    """
+    wanted = farm.parse(w.workers)
+    return {w.device: _local(w, workspace)} if wanted is None else _hired(wanted, w, workspace)
+
+
+def _hired(wanted: farm.Farm, w: Wanted, workspace: Workspace) -> dict[str, Started]:
+    orders = farm.Orders(
+        w.device, workspace.root, w.scope or new_run_id(), w.arch, w.kinds, w.sandbox or None,
+        w.trust_this_code, w.deadline_s,
+    )  # fmt: skip
+    try:
+        crew = farm.hire(wanted, orders)
+    except farm.Unusable as error:
+        raise Unavailable(f"workers {w.workers}: {error}") from error
+    return {kind: (_services_of(crew, kind), facts) for kind, facts in crew.kinds.items()}
+
+
+def _services_of(crew: farm.Crew, kind: str) -> Services:
+    """The pool gives every job a GPU of its own, so jobs need not take turns here."""
+
+    def fresh() -> Judge:
+        return crew.fresh_judge(kind)
+
+    return Services(crew.compiler(), crew.judge(kind), fresh, nullcontext(), WIDEST, kind)
+
+
+def _local(w: Wanted, workspace: Workspace) -> Started:
     judge = new_judge()
     compiler = None
     try:
@@ -87,6 +137,43 @@ def start(w: Wanted, workspace: Workspace) -> tuple[Services, Mapping[str, Any]]
             compiler.close()
         raise
     return Services(compiler, judge, new_judge), facts
+
+
+JudgeAll = Callable[[Sequence[JudgeJob]], Iterator[tuple[JudgeJob, Verdict]]]
+
+
+@contextmanager
+def judging(w: Wanted) -> Iterator[JudgeAll]:
+    """Judges alone: a function that judges jobs, in their order, on every kind of device. Raises Unavailable."""
+    if farm.parse(w.workers) is None:
+        with new_judge() as service:
+            device_facts(service, w.device)
+            yield lambda jobs: ((job, service.judge(job)) for job in jobs)
+        return
+    with tempfile.TemporaryDirectory(prefix="kernelgen-") as folder, ExitStack() as stack:
+        judges = []
+        for services, _ in start_each(w, Workspace(Path(folder))).values():
+            stack.callback(services.close)
+            judges.append(services.judge)
+        yield lambda jobs: in_order([(j, job) for job in jobs for j in judges], _one, WIDEST)
+
+
+def _one(item: tuple[Judge, JudgeJob]) -> tuple[JudgeJob, Verdict]:
+    return item[1], item[0].judge(item[1])
+
+
+def in_order(todo: Sequence[T], work: Callable[[T], R], width: int) -> Iterator[R]:
+    """Results in the order of `todo`, up to `width` at a time. One at a time stays on this thread, so that Ctrl-C
+    reaches what is running."""
+    if min(width, len(todo)) <= 1:
+        yield from map(work, todo)
+        return
+    pool = ThreadPoolExecutor(min(width, len(todo)))
+    try:
+        for future in [pool.submit(work, item) for item in todo]:
+            yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class NoJudge:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypedDict
@@ -97,7 +98,7 @@ class Deps:
     out: Path
     clerk: Clerk | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
-    gpu: threading.Lock = field(default_factory=threading.Lock)
+    gpu: AbstractContextManager[Any] = field(default_factory=threading.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
 
     @property

@@ -129,6 +129,38 @@ def _device(ctx: click.Context, param: click.Parameter, value: str | None) -> st
     return value
 
 
+def workers_option(f: F) -> F:
+    return click.option(
+        "--workers", default="local", envvar="KERNELGEN_WORKERS", show_envvar=True, callback=_workers,
+        metavar="local|ray[://HOST:PORT][?judges=N]", show_default=True,
+        help="Who compiles and judges: children of this process, or workers on Ray (docs/many-gpus.md).",
+    )(f)  # fmt: skip
+
+
+def kind_option(f: F) -> F:
+    return click.option(
+        "--kind", "kinds", multiple=True, metavar="NAME",
+        help="Kind of device among the workers, such as h200.  [default: the only one there is]",
+    )(f)  # fmt: skip
+
+
+def _workers(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    from sandbox.workers.farm import BadAddress, parse
+
+    try:
+        return "" if parse(value) is None else value
+    except BadAddress as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def check_workers(asked: Mapping[str, Any], device: str) -> None:
+    """What makes no sense together. Raises Usage."""
+    if asked["kinds"] and not asked["workers"]:
+        raise Usage("--kind chooses among workers: give --workers too")
+    if asked["workers"] and ":" in device:
+        raise Usage("workers get their GPUs from Ray: give --device cuda without a number")
+
+
 def place_of(db: Path, out: Path | None) -> Place:
     return Place(db, out or db.resolve().parent / "kernels_out")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from agent.commands import common
 from agent.config import deadline
 from agent.offline import Found, Setting
 from agent.runner import Services
-from agent.services import DEFAULT_ARCH, Wanted, start, start_compiler
+from agent.services import DEFAULT_ARCH, Wanted, in_order, start, start_compiler, start_each
 from agent.views import verdict_lines
 from agent.workspace import Place
 from sandbox import artifact_store
@@ -116,6 +118,8 @@ def compile_(file: str, **asked: Any) -> int:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @common.workload_options
 @common.machine_options
+@common.workers_option
+@common.kind_option
 @click.option("--tier", type=TIERS, default="screen", help="How thoroughly to judge.")
 @click.option(
     "--against", default=None, metavar="FILE|seed", help="An incumbent to be timed against."
@@ -137,9 +141,14 @@ def evaluate(files: tuple[str, ...], **asked: Any) -> int:
       kernelgen evaluate --target kimi-k3-decode seed
       kernelgen evaluate --target kimi-k3-decode --preset tp8 --tier full mine.py --against seed
       kernelgen evaluate --target my_target.py:MyTarget kernel.py --device cpu --json
+      kernelgen evaluate --target kimi-k3-gemv --device cuda --workers ray://10.0.0.1:6379 --kind h200
+      --kind b200 mine.py
+
+    On workers the files are judged side by side, on every kind of device given: one verdict for each.
 
     Exit code 0 only if every file passed.
     """
+    common.check_workers(asked, asked["device"])
     target = common.find_target(asked["target"])
     name = common.full_name(asked["target"])
     workload = target.workload(common.chosen(target, asked["device"], asked))
@@ -147,28 +156,27 @@ def evaluate(files: tuple[str, ...], **asked: Any) -> int:
     rival = offline.read(asked["against"], name, {}) if asked["against"] else None
     place = common.place_of(asked["db"], None)
     wanted = Wanted(
-        asked["device"], asked["arch"] or "", asked["sandbox"] or "", asked["trust_this_code"]
-    )
+        asked["device"], asked["arch"] or "", asked["sandbox"] or "", asked["trust_this_code"],
+        workers=asked["workers"], kinds=asked["kinds"],
+    )  # fmt: skip
     common.talk().print(
         f"evaluate {len(files)} file(s) of {name}, preset {workload.options.preset}, device {asked['device']}, "
         f"tier {asked['tier']}", soft_wrap=True, markup=False,
     )  # fmt: skip
-    services, facts = start(wanted, place.workspace)
-    try:
-        arch = asked["arch"] or str(facts.get("arch") or DEFAULT_ARCH)
-        setting = Setting(
-            name,
-            workload,
-            asked["device"],
-            arch,
-            Tier(asked["tier"]),
-            deadline(Tier(asked["tier"]), asked["deadline"], asked["device"]),
-        )
-        incumbent = _incumbent(services, setting, rival)
-        bench = Bench(place, services, setting, incumbent)
-        return _each(bench, sources, asked["as_json"])
-    finally:
-        services.close()
+    tier = Tier(asked["tier"])
+    limit = deadline(tier, asked["deadline"], asked["device"])
+    with ExitStack() as stack:
+        benches = []
+        if asked["workers"]:
+            started = start_each(wanted, place.workspace)
+        else:
+            started = {asked["device"]: start(wanted, place.workspace)}
+        for kind, (services, facts) in started.items():
+            stack.callback(services.close)
+            arch = asked["arch"] or str(facts.get("arch") or DEFAULT_ARCH)
+            setting = Setting(name, workload, asked["device"], arch, tier, limit)
+            benches.append(Bench(kind, services, setting, _incumbent(services, setting, rival)))
+        return _each(place, benches, sources, asked["as_json"])
 
 
 def _incumbent(services: Services, setting: Setting, rival: offline.File | None) -> Path | None:
@@ -183,30 +191,40 @@ def _incumbent(services: Services, setting: Setting, rival: offline.File | None)
 
 @dataclass(frozen=True)
 class Bench:
-    """Where files are judged, and against what."""
+    """Where files are judged, and against what. `kind` of device."""
 
-    place: Place
+    kind: str
     services: Services
     setting: Setting
     incumbent: Path | None
 
+    def judge(self, file: offline.File) -> Found:
+        return offline.judge_file(self.services, self.setting, file, self.incumbent)
 
-def _each(b: Bench, sources: list[offline.File], as_json: bool) -> int:
-    run = offline.start_record(b.place, b.setting)
+
+def _each(place: Place, benches: list[Bench], sources: list[offline.File], as_json: bool) -> int:
+    """Every file on every bench; recorded and shown in their order, whoever is done first."""
+    run = offline.start_record(place, benches[0].setting)
     began = time.monotonic()
-    results: list[Found] = []
-    for seq, file in enumerate(sources):
-        found = offline.judge_file(b.services, b.setting, file, b.incumbent)
-        offline.record(b.place, run, seq, found)
-        results.append(found)
+    results: list[tuple[str, Found]] = []
+    for seq, (bench, found) in enumerate(_judged(benches, sources)):
+        offline.record(place, run, seq, found)
+        results.append((bench.kind, found))
         if not as_json:
-            click.echo("\n".join(verdict_lines(f"{file.name} ({run}-{seq})", found.verdict)))
-    offline.finish_record(b.place, run, time.monotonic() - began)
+            where = f" on {bench.kind}" if len(benches) > 1 else ""
+            head = f"{found.file.name}{where} ({run}-{seq})"
+            click.echo("\n".join(verdict_lines(head, found.verdict)))
+    offline.finish_record(place, run, time.monotonic() - began)
     if as_json:
         rows = [
-            {"file": r.file.name, "candidate": f"{run}-{i}", "verdict": r.verdict.to_json(),
+            {"file": r.file.name, "candidate": f"{run}-{i}", "kind": kind, "verdict": r.verdict.to_json(),
              "compile_seconds": dict(r.outcome.seconds), "cached": r.outcome.cached}
-            for i, r in enumerate(results)
+            for i, (kind, r) in enumerate(results)
         ]  # fmt: skip
         common.emit(True, {"run": run, "results": rows}, "")
-    return 0 if all(r.verdict.status is Status.PASSED for r in results) else 1
+    return 0 if all(r.verdict.status is Status.PASSED for _, r in results) else 1
+
+
+def _judged(benches: list[Bench], sources: list[offline.File]) -> Iterator[tuple[Bench, Found]]:
+    todo = [(b, file) for file in sources for b in benches]
+    return in_order(todo, lambda it: (it[0], it[0].judge(it[1])), benches[0].services.width)

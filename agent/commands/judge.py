@@ -31,6 +31,8 @@ from sandbox.verdict import Status, Tier, Verdict
 @click.option("--tier", type=TIERS, default="screen", help="How thoroughly to judge.")
 @click.option("--device", default=None, metavar="cuda|cuda:N|cpu", callback=common._device,
               help="Where kernels run.  [default: cuda if there is one, else cpu]")  # fmt: skip
+@common.workers_option
+@common.kind_option
 @click.option("--against", type=click.Path(exists=True, file_okay=False, path_type=Path), default=None,
               help="An incumbent's artifact to be timed against.")  # fmt: skip
 @click.option(
@@ -86,25 +88,27 @@ def judge(folders: tuple[Path, ...], **asked: Any) -> int:
     if asked["self_test"]:
         from agent.commands.self_test import self_test
 
+        if asked["workers"]:
+            raise common.Usage(
+                "the self-test runs on this machine: --shard divides it between machines"
+            )
         return self_test(asked)
-    from agent.services import device_facts, new_judge
+    from agent.services import Wanted, judging
 
+    common.check_workers(asked, asked["device"])
     jobs = [_job(folder, asked) for folder in folders]
-    service = new_judge()
     verdicts: list[Verdict] = []
-    try:
-        device_facts(service, asked["device"])
-        for folder, job in zip(folders, jobs, strict=True):
-            verdict = service.judge(job)
+    with judging(
+        Wanted(asked["device"], workers=asked["workers"], kinds=asked["kinds"])
+    ) as judge_all:
+        for job, verdict in judge_all(jobs):
             verdicts.append(verdict)
             if asked["output"]:
                 text = json.dumps(verdict.to_json(), indent=1, sort_keys=True, allow_nan=False)
                 name = f"{verdict.artifact}-{verdict.tier}.json"
                 write_bytes(asked["output"] / name, text.encode())
             if not asked["as_json"]:
-                click.echo("\n".join(verdict_lines(folder.name[:16], verdict)))
-    finally:
-        service.close()
+                click.echo("\n".join(verdict_lines(job.artifact.name[:16], verdict)))
     if asked["as_json"]:
         common.emit(True, {"results": [v.to_json() for v in verdicts]}, "")
     return 0 if all(v.status is Status.PASSED for v in verdicts) else 1

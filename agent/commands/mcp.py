@@ -37,7 +37,7 @@ LIMITS = {
 REST: dict[str, Any] = {
     "proposer": "external", "model": None, "base_url": None, "k": None, "repairs": 0,
     "tunings": None, "confirm": "promote", "replay_run": None, "wait": True,
-    "judge_elsewhere": False, "seed": 0,
+    "judge_elsewhere": False, "seed": 0, "workers": "", "kinds": (),
 }  # fmt: skip
 
 

@@ -60,6 +60,8 @@ def limit_options(f: Any) -> Any:
 @click.command()
 @common.workload_options
 @common.machine_options
+@common.workers_option
+@common.kind_option
 @click.option("--proposer", type=click.Choice(PROPOSERS), default=None,
               help="Who writes candidates.  [default: a provider with a key, else tuner]")  # fmt: skip
 @click.option("--model", default=None, help="Model of the provider.")
@@ -113,6 +115,7 @@ def optimize(**asked: Any) -> int:
       kernelgen optimize --target kimi-k3-decode --preset tp8 --proposer tuner --rounds 6
       kernelgen optimize --target kimi-k3-kda --proposer anthropic --max-usd 20 --candidates 4
       kernelgen optimize --target kimi-k3-mla --proposer external --no-wait
+      kernelgen optimize --target kimi-k3-mla --workers ray --candidates 8
 
     Exit codes: 0 something better was promoted, 1 nothing better was found, 3 a budget is spent or
     a proposal is awaited, 4 the device or toolchain is missing, 130 interrupted.
@@ -127,7 +130,7 @@ def optimize(**asked: Any) -> int:
     console.print(opening(settings, asked["proposer"]), soft_wrap=True, markup=False)
     seats.make_model(settings)  # a missing key shows before anything is started
     run = new_run_id()
-    services, settings = _services(place, settings, run)
+    services, settings = _services(place, settings, run, asked["workers"])
     try:
         create(place, settings, versions(), run)
         console.print(f"run {run}", markup=False)
@@ -142,6 +145,7 @@ def optimize(**asked: Any) -> int:
 @click.option(
     "--no-wait/--wait", "no_wait", default=None, help="Change how external proposals are awaited."
 )
+@common.workers_option
 @common.db_option
 @common.out_option
 @common.json_option
@@ -169,7 +173,7 @@ def resume(**asked: Any) -> int:
     common.talk().print(
         f"run {run} goes on: {opening(settings, settings.proposer)}", soft_wrap=True, markup=False
     )
-    services, settings = _services(place, settings, run)
+    services, settings = _services(place, settings, run, asked["workers"])
     try:
         save_settings(place, run, settings)
         return _work(place, run, settings, services, asked["as_json"])
@@ -191,6 +195,11 @@ def _recorded(place: Place, name: str) -> str:
 def settings_of(asked: dict[str, Any]) -> RunSettings:
     """Settings from the command line. Raises Usage, UnknownTarget, UnknownOption."""
     target = common.find_target(asked["target"])
+    common.check_workers(asked, asked["device"])
+    if len(asked["kinds"]) > 1:
+        raise common.Usage("a run is judged on one kind of device: give one --kind")
+    if asked["workers"] and asked["judge_elsewhere"]:
+        raise common.Usage("--judge-elsewhere and --workers exclude each other")
     proposer = asked["proposer"] or ("replay" if asked["replay_run"] else seats.default_proposer())
     if proposer == "replay" and not asked["replay_run"]:
         raise common.Usage("--proposer replay needs --replay RUN")
@@ -215,6 +224,7 @@ def settings_of(asked: dict[str, Any]) -> RunSettings:
         replay=asked["replay_run"] or "", elsewhere=asked["judge_elsewhere"],
         deadline_s=asked["deadline"], start=str(Path(asked["start"]).absolute()) if asked["start"] else "",
         sandbox=asked["sandbox"] or "", trust_this_code=asked["trust_this_code"],
+        kind=next(iter(asked["kinds"]), ""),
     )  # fmt: skip
 
 
@@ -242,15 +252,19 @@ def opening(s: RunSettings, asked_proposer: str | None) -> str:
     )
 
 
-def _services(place: Place, s: RunSettings, run: str) -> tuple[Services, RunSettings]:
-    """Running services, and settings with the architecture of the device. Raises Unavailable."""
-    wanted = Wanted(s.device, s.arch, s.sandbox, s.trust_this_code, s.k)
+def _services(place: Place, s: RunSettings, run: str, workers: str) -> tuple[Services, RunSettings]:
+    """Running services, and settings with the architecture and kind of the device. Raises Unavailable."""
+    wanted = Wanted(
+        s.device, s.arch, s.sandbox, s.trust_this_code, s.k, workers=workers,
+        kinds=(s.kind,) if s.kind else (), scope=run,
+    )  # fmt: skip
     if s.elsewhere:
         settings = replace(s, arch=s.arch or DEFAULT_ARCH)
         judge = FolderJudge(place.workspace.run(run))
         return start_compiler(wanted, place.workspace, judge), settings
     services, facts = start(wanted, place.workspace)
-    return services, replace(s, arch=s.arch or str(facts.get("arch") or DEFAULT_ARCH))
+    arch = s.arch or str(facts.get("arch") or DEFAULT_ARCH)
+    return services, replace(s, arch=arch, kind=services.kind or s.kind)
 
 
 def _work(place: Place, run: str, s: RunSettings, services: Services, as_json: bool) -> int:

@@ -21,7 +21,7 @@ from sandbox.workers.roster import Closed, NoWorker, Times
 from sandbox.workers.station import Setup
 from sandbox.workers.transport import Cluster, Lost
 
-__all__ = ["BadAddress", "Crew", "Orders", "Unusable", "hire", "parse"]
+__all__ = ["BadAddress", "Crew", "Farm", "Orders", "Unusable", "hire", "parse"]
 
 
 class Unusable(RuntimeError):

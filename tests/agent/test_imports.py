@@ -16,7 +16,7 @@ SANDBOX = sorted((ROOT / "sandbox").rglob("*.py"))
 # The sandbox's modules that the agent may see: data, and clients that start processes.
 OPEN = {
     "sandbox.artifact", "sandbox.artifact_store", "sandbox.verdict", "sandbox.jobs", "sandbox.strict",
-    "sandbox.dtypes", "sandbox.compile_client", "sandbox.judge_client",
+    "sandbox.dtypes", "sandbox.compile_client", "sandbox.judge_client", "sandbox.workers", "sandbox.workers.farm",
 }  # fmt: skip
 
 
@@ -94,14 +94,27 @@ def test_the_jail_knows_nothing_of_targets_or_judge(path: Path) -> None:
     assert not heads(path) & {"targets", "torch"}
 
 
+def test_ray_is_known_to_one_module() -> None:
+    named = {path: set(imported(path)) for path in [*AGENT, *SANDBOX]}
+    used = {
+        name_of(p) for p, names in named.items() if any(n.split(".")[0] == "ray" for n in names)
+    }
+    assert used == {"sandbox/workers/ray_cluster.py"}
+    users = {name_of(p) for p, names in named.items() if "sandbox.workers.ray_cluster" in names}
+    assert users == {"sandbox/workers/farm.py"}  # and there only when it is asked for
+
+
 def test_search_is_pure() -> None:
     used = heads(ROOT / "agent" / "search.py")
     assert not used & {"time", "datetime", "os", "pathlib", "random", "secrets", "sqlite3", "agent"}
 
 
 def test_clients_start_processes_and_import_no_service() -> None:
-    for client in ("compile_client", "judge_client", "jobs"):
-        for name in imported(ROOT / "sandbox" / f"{client}.py"):
+    workers = sorted((ROOT / "sandbox" / "workers").glob("*.py"))
+    for client in [
+        ROOT / "sandbox" / f"{c}.py" for c in ("compile_client", "judge_client", "jobs")
+    ] + workers:
+        for name in imported(client):
             assert not name.startswith(("sandbox.compile.", "sandbox.judge.", "sandbox.devices"))
             assert name.split(".")[0] != "torch"
 
