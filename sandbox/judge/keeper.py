@@ -223,16 +223,20 @@ class Keeper:
         return "quarantined", message
 
     def _prove(self, place: Place) -> tuple[str, str] | None:
-        """Two chances for the canary, then quarantine. A missing GPU is no reason for one."""
+        """Two chances for the canary, then quarantine. A GPU that was never there is no reason for one; one that is
+        gone is: it may come back in a state that nobody knows."""
         gpu, found = str(place.gpu), {}
+        was_there = gpu in self.levels
         for _ in range(2):
             found = dict(self._probe(place))
             if found.get("ok"):
                 self.proven.add(gpu)
                 return None
-            if found.get("rule") == "no-gpu":
+            if found.get("rule") == "no-gpu" and not was_there:
                 return "no-gpu", str(found.get("message"))
-        message = f"GPU {gpu} is quarantined: the canary failed twice ({found.get('message')})"
+        gone = found.get("rule") == "no-gpu"
+        what = "it worked and is lost" if gone else "the canary failed twice"
+        message = f"GPU {gpu} is quarantined: {what} ({found.get('message')})"
         self.quarantined[gpu] = message
         return "quarantined", message
 

@@ -22,7 +22,7 @@ from sandbox import assemble, canary, judge_wire
 from sandbox.devices.base import Device, Faulted
 from sandbox.devices.cuda import CudaDevice
 from sandbox.jobs import JudgeJob
-from sandbox.judge.rounds import Place
+from sandbox.judge.rounds import Place, open_device
 from sandbox.verdict import Correctness, Failure, Outcome, Status, Verdict
 from tests.sandbox.devices import kernels
 from tests.sandbox.devices.fake_driver import CANARY, FakeDriver, canary_run
@@ -47,7 +47,20 @@ def open_fake(place: Place) -> Device:
         kernel = replace(CANARY, run=lambda params: None)
     with (place.state / "opened").open("a") as log:
         log.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
+    _unless_lost(place)
     return CudaDevice(FakeDriver(kernels={"canary": kernel}), 1, place.state, torch_device="cpu")
+
+
+def _unless_lost(place: Place) -> None:
+    """The GPU falls off the bus as soon as the state folder has a file `lost`."""
+    if (place.state / "lost").exists():
+        raise Faulted(Status.INFRA, Failure("no-gpu", "no usable GPU: it fell off the bus"))
+
+
+def open_losable(place: Place) -> Device:
+    """A real GPU, until it is lost."""
+    _unless_lost(place)
+    return open_device(place)
 
 
 def open_none(place: Place) -> Device:
@@ -185,6 +198,12 @@ def gpu_double(job: JudgeJob, device: Device, progress: Progress) -> Verdict:
 def gpu_wild_store(job: JudgeJob, device: Device, progress: Progress) -> Verdict:
     _on_gpu(device, kernels.WILD_STORE)
     return passed(job)
+
+
+def gpu_lost(job: JudgeJob, device: Device, progress: Progress) -> Verdict:
+    """A fault after which the GPU is gone."""
+    (job.artifact.parent / "lost").touch()
+    return gpu_wild_store(job, device, progress)
 
 
 def gpu_misaligned(job: JudgeJob, device: Device, progress: Progress) -> Verdict:

@@ -60,3 +60,17 @@ def test_a_warm_judgement_costs_little_beyond_the_gpu(judge: JudgeClient) -> Non
     verdict = judge.judge(job)
     assert verdict.status is Status.PASSED
     assert verdict.seconds["server"] < 2.0, verdict.seconds
+
+
+def test_a_lost_gpu_is_quarantined(tmp_path: Path) -> None:
+    """It cannot be opened any more after a fault: an opener of ours says so, as the driver does when a card falls off
+    the bus."""
+    runners = "tests.sandbox.judge.server_runners"
+    extra = ("--runner", f"{runners}:by_target", "--opener", f"{runners}:open_losable")
+    with JudgeClient(ClientOptions(tmp_path, extra=extra)) as judge:
+        assert verdict_of(judge, "gpu_double") == (Status.PASSED, "")
+        status, message = verdict_of(judge, "gpu_lost")
+        assert status is Status.INFRA and "is quarantined: it worked and is lost" in message
+        (tmp_path / "lost").unlink()
+        status, again = verdict_of(judge, "gpu_double")
+        assert status is Status.INFRA and again == message.partition(" (after:")[0]

@@ -153,6 +153,26 @@ def test_a_gpu_that_does_not_recover_is_quarantined_for_good(state: Path) -> Non
     assert k.judge(job(state, "cuda:1")).status is Status.PASSED  # another GPU is not affected
 
 
+def test_a_gpu_that_is_lost_is_quarantined_and_others_go_on(state: Path) -> None:
+    k = keeper(state, runners.ok)
+    assert k.judge(job(state)).status is Status.PASSED
+    (state / "lost").touch()
+    k.runner = runners.faults
+    verdict = k.judge(job(state))
+    assert verdict.failure is not None
+    assert (verdict.status, verdict.failure.rule) == (Status.INFRA, "quarantined")
+    assert (
+        "it worked and is lost" in verdict.failure.message
+        and "fell off the bus" in verdict.failure.message
+    )
+    (state / "lost").unlink()
+    k.runner = runners.ok
+    before = len(opened(state))
+    assert k.judge(job(state)).failure == Failure("quarantined", k.quarantined["3"])
+    assert len(opened(state)) == before
+    assert k.judge(job(state, "cuda:1")).status is Status.PASSED
+
+
 def test_one_failed_canary_gets_a_second_chance(state: Path) -> None:
     (state / "broken-times").write_text("1")
     k = keeper(state, runners.ok)
