@@ -64,15 +64,18 @@ def add_before(
 
 
 def shape(dims, cfg, rows=1):
-    """`rows`: the most tokens the chain is written for. Several tokens have stages of their own size."""
+    """`rows`: the most tokens the chain is written for. Tiles have stages of their own size; several tokens need them,
+    one takes them if the tunable `tiles_from` says so.
+    """
     refuse_others(dims, rows)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
-    several = dims.rows > 1
+    tiled = rows > 1 and dims.rows >= cfg.tiles_from
     return Op(
         dims,
         cfg.ctas or fits,
         cfg.consumer_warps,
-        cfg.tile_bytes if several else cfg.stage_bytes,
-        cfg.tile_stages if several else cfg.ring_stages,
+        cfg.tile_bytes if tiled else cfg.stage_bytes,
+        cfg.tile_stages if tiled else cfg.ring_stages,
         cfg.spin_limit,
+        tiled,
     )

@@ -31,6 +31,7 @@ from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
     "stage_bytes": (28672, 14336),
+    "tiles_from": (2, 1),
     "tile_stages": (6, 12, 5, 4, 3, 2),
     "tile_bytes": (29696, 15360),
     "consumer_warps": (14,),
@@ -49,7 +50,7 @@ def produce(c: Ctx, op: cutlass.Constexpr):
     for layer in cutlass.range(op.d.layers, unroll=1):
         if layer + 1 < op.d.layers:
             prefetch_vectors(c, layer + 1, "K", op)
-        if cutlass.const_expr(op.d.rows == 1):
+        if cutlass.const_expr(not op.tiled):
             it = fill_kda(c, layer, it, op)
         else:
             it = fill_kda_rows(c, layer, it, op)
@@ -119,7 +120,7 @@ def chain_kernel(
     if c.warp == op.warps:
         if c.lane == 0:
             produce(c, op)
-    elif cutlass.const_expr(op.d.rows == 1):
+    elif cutlass.const_expr(not op.tiled):
         consume(c, slots, op)
     else:
         consume_rows(c, slots, op)

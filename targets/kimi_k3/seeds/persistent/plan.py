@@ -177,7 +177,9 @@ def most(n, ctas, unit=1):
 
 @dataclass(frozen=True)
 class Op:
-    """Everything the kernel knows when it is compiled. `d` is cfg.dims."""
+    """Everything the kernel knows when it is compiled. `d` is cfg.dims; `tiled`: weights pass in tiles (`tensor`), for
+    one token to eight, else in whole rows for one.
+    """
 
     d: object
     ctas: int
@@ -185,10 +187,11 @@ class Op:
     stage: int
     stages: int
     spin: int
+    tiled: bool = False
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0
-        if self.d.rows == 1 and self.threads < channels:
+        if not self.tiled and self.threads < channels:
             raise ValueError(
                 f"KDA of one token has a thread for each of {channels} channels, {self.warps} warps are too few"
             )
@@ -249,7 +252,7 @@ class Op:
                 ("h", 2, d.topk * d.expert_dim), ("z", 2, d.latent), ("delta", 2, d.hidden_local),
             ]  # fmt: skip
         for name, size, n in wanted:
-            n = n if d.rows == 1 else d.rows * self.pitch(n)
+            n = d.rows * self.pitch(n) if self.tiled else n
             found[name] = (at, size, n)
             at += 2 * self.box_bytes(size, n)
         return found
@@ -281,7 +284,7 @@ class Op:
             most(n, g) for n in (d.a_proj_rows, d.mla_heads * (d.qk_nope + d.qk_rope)) if "M" in d.attn
         ]  # fmt: skip
         scores = -(-16 * (d.page + 4) // STRIDE) if "M" in d.attn else 0
-        if d.rows > 1:
+        if self.tiled:
             return -(-(self.sums_at + Tiles.TOKENS * max(found)) // STRIDE)
         return max(*found, scores)
 
@@ -302,7 +305,7 @@ class Op:
         attend = self.new_bytes + 4 * d.mla_heads * self.query_words + 32 * (d.page + 8) + 192
         columns = most(d.kv_lora // 4, self.slices)
         join = 4 * self.ctas + 16 + 16 * (self.threads // columns) * columns
-        if d.rows > 1:
+        if self.tiled:
             kda = 4 * Tiles.TOKENS * (1 + 3 * d.head_dim + self.state_rows)
         found = [kda, choice, down, 2 * d.latent] + (
             [absorb, attend, join] if "M" in d.attn else []

@@ -55,3 +55,11 @@ def test_two_steps_in_a_row(compiler: CompileClient, part: str) -> None:
     """An odd number of instances, so that the boxes change halves from step to step."""
     case = Case(part, preset="tiny-tp2", layers=3, steps=2, tunables={"ctas": 4})
     verify(built(compiler, case), case)
+
+
+@pytest.mark.slow
+def test_several_tokens_two_steps_in_a_row(compiler: CompileClient) -> None:
+    """Four of eight columns of the tensor-core products are tokens; CTAs have unequal rows and parts of a head."""
+    extra = {"ctas": 8, "tile_stages": 3}
+    case = Case("kda", rows=4, preset="tiny-tp2", layers=3, steps=2, tunables=extra)
+    verify(built(compiler, case), case)
