@@ -41,6 +41,13 @@ class CudaBound:
         except CudaError as error:
             raise faulted(error) from error
 
+    def launch_part(self, first: int, end: int) -> None:
+        """Enqueue launches first to end - 1 alone."""
+        try:
+            self._device.driver.launch(self._calls[first:end])
+        except CudaError as error:
+            raise faulted(error) from error
+
     def capture(self) -> CudaGraph:
         """The launches as one CUDA graph, programmatic edges between them kept. Enqueues nothing."""
         return self._device.record(self.launch, self.launches)
@@ -108,6 +115,10 @@ class CudaProgram:
         self.facts: Mapping[str, KernelFacts] = {
             k: v.facts for plan in self._plans.values() for k, v in plan.items() if v
         }
+
+    @property
+    def has_prepare(self) -> bool:
+        return self._artifact.prepare is not None
 
     def _kernels(self, name: PlanName, modules: Mapping[str, Any]) -> dict[str, _Kernel | None]:
         driver, out = self._device.driver, {}

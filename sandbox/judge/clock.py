@@ -18,7 +18,27 @@ def clock_of(device: Device) -> Timer | None:
     """The device itself where it is a timer, the event clock on cuda, None where times are modelled."""
     if device.kind != "cuda":
         return None
+    if getattr(device, "ranks", 1) > 1:
+        return RanksClock(device)
     return device if isinstance(device, Timer) else CudaClock(device)
+
+
+class RanksClock:
+    """Several GPUs, which time themselves from one gate: the slowest rank's interval. Readings are rank 0's."""
+
+    def __init__(self, device: Any) -> None:
+        self._device, self._meter = device, _meter()
+
+    def time(self, work: Callable[[], None]) -> float:
+        us = float(self._device.time(work))
+        self._device.synchronize()
+        return us
+
+    def flush_l2(self) -> None:
+        self._device.flush_l2()
+
+    def conditions(self) -> Mapping[str, Any]:
+        return self._meter()
 
 
 class CudaClock:
