@@ -33,8 +33,8 @@ FIXED = {
     "query": Tile(1, 64, 4),
     "attention": Tile(1, 1, 4, 2),
     "join": Tile(32, 8, 8),
-    "up": Tile(8, 64, 4),
-    "down": Tile(4, 16, 4),
+    "up": Tile(16, 64, 4),
+    "down": Tile(8, 16, 4),
 }
 
 

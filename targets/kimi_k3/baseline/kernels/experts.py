@@ -19,7 +19,7 @@ from targets.kimi_k3.baseline.kernels.common import (
 
 @triton.jit
 def dot_words(words, x, PLANE: tl.constexpr):
-    """[R, BW] f32: each word's eight codes times x[plane, word], x a pointer tensor of the first plane."""
+    """Each word's eight codes times x[plane, word], in the shape of `words`; x points at the first plane's values."""
     total = decode(words, 0) * (tl.load(x).to(tl.float32) * SHIFT)
     for i in tl.static_range(1, 8):
         total += decode(words, i) * (tl.load(x + i * PLANE).to(tl.float32) * SHIFT)
@@ -27,10 +27,16 @@ def dot_words(words, x, PLANE: tl.constexpr):
 
 
 @triton.jit
-def scaled(total, scale, R: tl.constexpr, BW: tl.constexpr):
-    """[R]: groups of four words summed, scaled, and added up. scale: pointer tensor [R, BW / 4]."""
-    groups = tl.sum(tl.reshape(total, [R, BW // 4, 4]), 2)
-    return tl.sum(groups * group_scale(tl.load(scale)), 1)
+def dot_both(first, second, x, PLANE: tl.constexpr):
+    """`dot_words` of two matrices with one x."""
+    v = tl.load(x).to(tl.float32) * SHIFT
+    a = decode(first, 0) * v
+    b = decode(second, 0) * v
+    for i in tl.static_range(1, 8):
+        v = tl.load(x + i * PLANE).to(tl.float32) * SHIFT
+        a += decode(first, i) * v
+        b += decode(second, i) * v
+    return a, b
 
 
 @triton.jit
@@ -40,7 +46,8 @@ def up_kernel(
 ):  # fmt: skip
     """hidden bf16 [M, TOPK, 8 planes of ROWS / 8] = bf(SiTU(w1 l, w3 l)); latent bf16 [M, 8 planes of K / 8].
 
-    w1, w3 i32 [experts, ROWS, K / 8]; s1, s3 u8 [experts, ROWS, K / 32]. Grid (ROWS / BN, TOPK, M)."""
+    w1, w3 i32 [experts, ROWS, K / 8]; s1, s3 u8 [experts, ROWS, K / 32]. The next tile is on its way while one is
+    multiplied. Grid (ROWS / BN, TOPK, M)."""
     slot = tl.program_id(1)
     m = tl.program_id(2)
     WORDS: tl.constexpr = K // 8
@@ -49,18 +56,30 @@ def up_kernel(
     g = tl.arange(0, BW // 4)
     begin(PDL)
     row = tl.load(ids + m * TOPK + slot) * ROWS + n
-    gate = tl.zeros([BN], dtype=tl.float32)
-    up = tl.zeros([BN], dtype=tl.float32)
+    at = row[:, None] * WORDS + j[None, :]
+    scale = row[:, None] * (WORDS // 4) + g[None, :]
+    first = tl.load(w1 + at, eviction_policy="evict_first")
+    third = tl.load(w3 + at, eviction_policy="evict_first")
+    scale1 = tl.load(s1 + scale)
+    scale3 = tl.load(s3 + scale)
+    gate = tl.zeros([BN, BW // 4], dtype=tl.float32)
+    up = tl.zeros([BN, BW // 4], dtype=tl.float32)
     for k in range(0, WORDS, BW):
-        at = row[:, None] * WORDS + (k + j)[None, :]
-        first = tl.load(w1 + at, eviction_policy="evict_first")
-        third = tl.load(w3 + at, eviction_policy="evict_first")
-        scale = row[:, None] * (WORDS // 4) + (k // 4 + g)[None, :]
-        x = latent + m * K + (k + j)[None, :]
-        gate += scaled(dot_words(first, x, WORDS), s1 + scale, BN, BW)
-        up += scaled(dot_words(third, x, WORDS), s3 + scale, BN, BW)
+        now1 = first
+        now3 = third
+        by1 = group_scale(scale1)
+        by3 = group_scale(scale3)
+        there = (k + BW + j < WORDS)[None, :]
+        first = tl.load(w1 + at + k + BW, mask=there, other=0, eviction_policy="evict_first")
+        third = tl.load(w3 + at + k + BW, mask=there, other=0, eviction_policy="evict_first")
+        inside = (k // 4 + BW // 4 + g < WORDS // 4)[None, :]
+        scale1 = tl.load(s1 + scale + k // 4 + BW // 4, mask=inside, other=0)
+        scale3 = tl.load(s3 + scale + k // 4 + BW // 4, mask=inside, other=0)
+        a, b = dot_both(now1, now3, latent + m * K + (k + j)[None, :], WORDS)
+        gate += tl.sum(tl.reshape(a, [BN, BW // 4, 4]), 2) * by1
+        up += tl.sum(tl.reshape(b, [BN, BW // 4, 4]), 2) * by3
     to = hidden + (m * TOPK + slot) * ROWS + n % 8 * (ROWS // 8) + n // 8
-    tl.store(to, situ(gate, up).to(tl.bfloat16))
+    tl.store(to, situ(tl.sum(gate, 1), tl.sum(up, 1)).to(tl.bfloat16))
 
 
 @triton.jit
@@ -71,26 +90,27 @@ def down_kernel(
 ):  # fmt: skip
     """z bf16 [M, ROWS] = bf(bf(sum over slots of weight * bf(w2 h)) + remote f32); hidden as `up_kernel` leaves it.
 
-    The TOPK slots are part of the tile: TOPK * BN rows of w2 i32 [experts, ROWS, K / 8]. Grid (ROWS / BN, M)."""
+    A tile is [BN, TOPK, BW] words of w2 i32 [experts, ROWS, K / 8]: rows outside, so that a thread meets one slot's
+    values with several of them. Grid (ROWS / BN, M)."""
     m = tl.program_id(1)
-    R: tl.constexpr = TOPK * BN
     WORDS: tl.constexpr = K // 8
-    r = tl.arange(0, R)
-    slot = r // BN
-    n = tl.program_id(0) * BN + r % BN
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    slot = tl.arange(0, TOPK)
     j = tl.arange(0, BW)
     g = tl.arange(0, BW // 4)
     begin(PDL)
-    row = tl.load(ids + m * TOPK + slot) * ROWS + n
-    x = hidden + ((m * TOPK + slot) * K)[:, None]
-    f = tl.zeros([R], dtype=tl.float32)
-    for k in range(0, WORDS, BW):
-        words = tl.load(w2 + row[:, None] * WORDS + (k + j)[None, :], eviction_policy="evict_first")
-        scale = s2 + row[:, None] * (WORDS // 4) + (k // 4 + g)[None, :]
-        f += scaled(dot_words(words, x + (k + j)[None, :], WORDS), scale, R, BW)
-    share = bf(f) * tl.load(weights + m * TOPK + slot).to(tl.float32)
-    total = tl.sum(tl.reshape(share, [TOPK, BN]), 0)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.load(ids + m * TOPK + slot)[None, :] * ROWS + n[:, None]
+    x = hidden + (m * TOPK + slot)[None, :, None] * K + j[None, None, :]
+    at = row[:, :, None] * WORDS + j[None, None, :]
+    scale = row[:, :, None] * (WORDS // 4) + g[None, None, :]
+    total = tl.zeros([BN, TOPK, BW // 4], dtype=tl.float32)
+    for k in tl.static_range(0, WORDS, BW):
+        words = tl.load(w2 + at + k, eviction_policy="evict_first")
+        by = group_scale(tl.load(s2 + scale + k // 4))
+        f = dot_words(words, x + k, WORDS)
+        total += tl.sum(tl.reshape(f, [BN, TOPK, BW // 4, 4]), 3) * by
+    share = tl.load(weights + m * TOPK + slot).to(tl.float32)
+    y = tl.sum(bf(tl.sum(total, 2)) * share[None, :], 1)
     if REMOTE:
-        total = bf(total) + tl.load(remote + m * ROWS + n)
-    tl.store(z + m * ROWS + n, total.to(tl.bfloat16))
+        y = bf(y) + tl.load(remote + m * ROWS + n)
+    tl.store(z + m * ROWS + n, y.to(tl.bfloat16))
