@@ -105,10 +105,10 @@ def hire(
 
 def _kinds(pool: Pool, orders: Orders) -> dict[str, Mapping[str, Any]]:
     """Which kinds of device will judge. With none named, every worker is heard first, and there must be one kind."""
-    pool.settle("compile", False)
+    pool.settle("compile", ())
     if not orders.judges:
         return {}
-    pool.settle("judge", True)
+    pool.settle("judge", orders.kinds or None)
     found = pool.kinds()
     if orders.kinds:
         missing = [k for k in orders.kinds if k not in found]

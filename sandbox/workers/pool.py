@@ -91,14 +91,16 @@ class Pool:
         self.roster.tick()
         self._watch.start()
 
-    def settle(self, role: Role, all_of_them: bool) -> None:
-        """Wait for the first worker of a role, or until every one has answered. Raises NoWorker, Closed."""
+    def settle(self, role: Role, kinds: tuple[str, ...] | None) -> None:
+        """Wait for a worker of each kind, or until every one has answered; `kinds` None waits for all of them, and
+        () for any one. Raises NoWorker, Closed."""
         roster = self.roster
         with roster.changed:
             while not roster.closed:
                 mine = [m for m in roster.members if m.post.role == role]
                 starting = any(m.state == "starting" for m in mine)
-                if any(m.state == "ready" for m in mine) and not (all_of_them and starting):
+                ready = {m.kind for m in mine if m.state == "ready"}
+                if ready and (not starting or (kinds is not None and ready >= set(kinds))):
                     return
                 if not starting:
                     raise NoWorker(roster.describe(role))
@@ -123,7 +125,7 @@ class Pool:
             try:
                 member = self.roster.take(task.role, task.kind, {t.member.name for t in tries})
             except NoWorker as error:
-                return self._give_up(tries, str(error))
+                return self._give_up(task.key, tries, str(error))
             one = self._once(member, task)
             tries.append(one)
             if self.roster.closed and one.means != "good":
@@ -140,7 +142,7 @@ class Pool:
             return Answer(one.data, "", one.member.name, len(tries))
         if first is not None:  # nobody else could say anything
             return Answer(first.data, "", first.member.name, len(tries))
-        return self._give_up(tries, "")
+        return self._give_up(task.key, tries, "")
 
     def cancel(self, key: str) -> None:
         """The job of that key ends as `cancelled`, if a judge has it."""
@@ -208,7 +210,7 @@ class Pool:
         if means == "infra" and rule in HARD:
             self.roster.condemn(member, why)
         elif means == "infra":
-            self.roster.strike(member, why)
+            self.roster.strike(member, task.key, why)
         member.broken = (
             member.broken + 1 if means == "broken" else 0 if means == "good" else member.broken
         )
@@ -246,12 +248,12 @@ class Pool:
         first.member.broken = second.member.broken = 0
         return first if second.means == "cancelled" else second
 
-    def _give_up(self, tries: list[_Try], why: str) -> Answer:
+    def _give_up(self, key: str, tries: list[_Try], why: str) -> Answer:
         """No worker's answer counts: the last one's `infra`, if there is one, else the reason."""
         soft = [t for t in tries if t.data is not None and t.rule not in HARD]
         if len({t.member.name for t in soft}) > 1:
             for one in soft:
-                self.roster.forgive(one.member)
+                self.roster.forgive(one.member, key)
         causes = [t.why for t in tries] + ([why] if why else [])
         last = next((t.data for t in reversed(tries) if t.data is not None), None)
         text = (

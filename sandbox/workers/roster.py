@@ -38,7 +38,7 @@ class Times:
 
 
 STRIKES = 3
-"""Failures of a worker in a row, on different jobs, until it is left out."""
+"""Jobs in a row that failed on a worker, and not for the candidate, until it is left out."""
 REHIRES = 4
 """Workers that may be lost at one post."""
 
@@ -53,10 +53,11 @@ class Member:
     state: State = "starting"
     why: str = ""
     kind: str = ""
+    pid: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     busy: int = 0
     done: int = 0
-    strikes: int = 0
+    strikes: set[str] = field(default_factory=set)
     broken: int = 0
     heard: float = 0.0
     hello: Future[bytes] | None = None
@@ -131,19 +132,19 @@ class Roster:
 
     def praise(self, member: Member) -> None:
         with self.changed:
-            member.strikes = 0
+            member.strikes.clear()
 
-    def strike(self, member: Member, why: str) -> None:
-        """A failure that was not the candidate's; too many in a row and the worker is left out."""
+    def strike(self, member: Member, job: str, why: str) -> None:
+        """A failure that was not the candidate's; on too many jobs in a row and the worker is left out."""
         with self.changed:
-            member.strikes += 1
-            if member.strikes >= STRIKES:
-                self.condemn(member, f"{member.strikes} failures in a row, the last: {why}")
+            member.strikes.add(job)
+            if len(member.strikes) >= STRIKES:
+                self.condemn(member, f"{STRIKES} jobs in a row failed on it, the last: {why}")
 
-    def forgive(self, member: Member) -> None:
+    def forgive(self, member: Member, job: str) -> None:
         """The job failed everywhere: it was not this worker."""
         with self.changed:
-            member.strikes = max(0, member.strikes - 1)
+            member.strikes.discard(job)
 
     def condemn(self, member: Member, why: str) -> None:
         """Quarantine: it keeps its post and gets no more work."""
@@ -232,6 +233,7 @@ class Roster:
         with self.changed:
             member.facts = probe.get("facts", {}) if member.post.role == "judge" else probe
             member.kind = kind_of(member.facts) if member.post.role == "judge" else ""
+            member.pid = int(said.get("pid", 0))
             member.state, member.heard = "ready", time.monotonic()
             self.changed.notify_all()
         return None

@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sandbox import artifact_store, compile_wire, judge_wire
 from sandbox.artifact import Artifact
 from sandbox.compile_client import CompileClient, CompileSettings, NoIsolation
-from sandbox.jobs import JudgeJob
+from sandbox.jobs import CompileJob, CompileOutcome, JudgeJob
 from sandbox.judge_client import ClientOptions, JudgeClient, JudgeFailed, state_folder
 from sandbox.strict import Malformed
 from sandbox.verdict import Failure, Status, Verdict
@@ -58,30 +58,62 @@ def node_folder() -> Path:
     return state_folder().parent / "workers"
 
 
+class JudgeService(Protocol):
+    """What a station needs of `JudgeClient`."""
+
+    def judge(self, job: JudgeJob) -> Verdict: ...
+    def probe(self, device: str) -> Mapping[str, Any]: ...
+    def cancel(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class CompileService(Protocol):
+    """What a station needs of `CompileClient`."""
+
+    def start(self) -> dict[str, Any]: ...
+    def compile(self, job: CompileJob) -> CompileOutcome: ...
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """The node's store, and one of the two services."""
+
+    root: Path
+    judge: JudgeService | None = None
+    compiler: CompileService | None = None
+
+
+def tools_of(setup: Setup) -> Tools:
+    """Clients of the real services; their processes start with the first call."""
+    root = node_folder()
+    if setup.role == "judge":
+        which = f"{os.environ.get('CUDA_VISIBLE_DEVICES') or 'cpu'}-{setup.number}".replace(
+            "/", "_"
+        )
+        log = f"judge-server-{which}.log"
+        return Tools(
+            root,
+            JudgeClient(ClientOptions(state_folder(), setup.lock_s, extra=setup.extra, log=log)),
+        )
+    settings = CompileSettings(
+        store=root / "compile", tier=setup.tier, trust_this_code=setup.trust_this_code, arch=setup.arch,
+        idle=setup.slots, jobs=setup.slots, deadline_s=setup.deadline_s,
+    )  # fmt: skip
+    return Tools(root, compiler=CompileClient(settings))
+
+
 class Station:
     """Answers calls; safe for several threads. A judge takes one job at a time, whoever asks."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, tools: Tools | None = None) -> None:
+        tools = tools or tools_of(setup)
         self.setup = setup
-        self.root = node_folder()
+        self.root = tools.root
         self._turn = threading.Lock()
         self._doing: dict[str, float] = {}
-        self._judge: JudgeClient | None = None
-        self._compiler: CompileClient | None = None
+        self._judge, self._compiler = tools.judge, tools.compiler
         store.prune(self.root / "artifacts")
-        if setup.role == "judge":
-            log = (
-                f"judge-server-{os.environ.get('CUDA_VISIBLE_DEVICES') or 'cpu'}-{setup.number}.log"
-            )
-            options = ClientOptions(state_folder(), setup.lock_s, extra=setup.extra, log=log)
-            self._judge = JudgeClient(options)
-        else:
-            self._compiler = CompileClient(
-                CompileSettings(
-                    store=self.root / "compile", tier=setup.tier, trust_this_code=setup.trust_this_code,
-                    arch=setup.arch, idle=setup.slots, jobs=setup.slots, deadline_s=setup.deadline_s,
-                )
-            )  # fmt: skip
         self._methods: Mapping[str, Callable[[bytes, Fetch], bytes]] = {
             "hello": self._hello, "beat": self._beat, "compile": self._compile, "judge": self._judged,
             "cancel": self._cancel, "close": self._close,
