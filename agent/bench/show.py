@@ -35,6 +35,9 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     skipped = row.get("skipped") or {}
     if skipped:
         note = "; ".join(f"{k} skipped: {v}" for k, v in skipped.items())
+    without = [n.split(":")[0] for n in row.get("notes") or () if ": skipped" in n]
+    if without:
+        note = "; ".join(filter(None, (note, f"without {', '.join(without)}")))
     measured, spec = percent("fraction_of_floor_measured"), percent("fraction_of_floor_spec")
     return {**row, "measured": measured, "spec": spec, "note": note}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -57,6 +58,8 @@ def _numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tu
               help="Seconds that one workload may take.  [default: 300; cpu 1800]")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None,
               help="Append each row to this file as it is measured, one JSON object a line.")  # fmt: skip
+@click.option("--read", "measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True,
+              help="Show rows of such files and measure nothing; may be repeated.")  # fmt: skip
 @click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), default=None,
               help="Draw % of floor against M and step time against context (needs matplotlib).")  # fmt: skip
 @common.machine_options
@@ -73,6 +76,7 @@ def bench(**asked: Any) -> int:
     \b
     Examples:
       kernelgen bench --target kimi-k3-decode --rows 1,8 --context 1k,8k --preset tp8 -o rows.jsonl
+      kernelgen bench --target kimi-k3-decode --read rows.jsonl --plot bench.png
       kernelgen bench --target kimi-k3-decode --kernel mine.py --baselines mix,graph --plot bench.png
 
     Exit code 0 only if every workload was measured.
@@ -80,10 +84,12 @@ def bench(**asked: Any) -> int:
     target = common.find_target(asked["target"])
     name = common.full_name(asked["target"])
     found, refused = grid.workloads(target, _asked(target, asked))
-    for line in refused:
+    for line in [] if asked["measured"] else refused:
         common.complain(f"refused: {line}")
     if not found:
         return 2
+    if asked["measured"]:
+        return _read(asked)
     place = common.place_of(asked["db"], None)
     cores = os.cpu_count() or 1
     parallel = max(1, min(cores - 2, len(found)))
@@ -112,6 +118,20 @@ def bench(**asked: Any) -> int:
     common.emit(asked["as_json"], data, f"{show.table(rows)}\n{show.ABOUT}")
     passed = all(r.get("status") == str(Status.PASSED) for r in rows)
     return 0 if passed and not refused else 1
+
+
+def _read(asked: dict[str, Any]) -> int:
+    """Rows of earlier runs as one table and one plot."""
+    lines = [line for file in asked["measured"] for line in file.read_text().splitlines()]
+    try:
+        rows = [json.loads(line) for line in lines if line.strip()]
+        rows.sort(key=lambda r: (r["preset"], r["m"], r["context"], r.get("us", 0.0)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise common.Usage(f"no rows of `kernelgen bench`: {error}") from error
+    if asked["picture"]:
+        show.plot(rows, asked["picture"])
+    common.emit(asked["as_json"], {"rows": rows}, f"{show.table(rows)}\n{show.ABOUT}")
+    return 0 if all(r.get("status") == str(Status.PASSED) for r in rows) else 1
 
 
 def _asked(target: Target, asked: dict[str, Any]) -> grid.Asked:

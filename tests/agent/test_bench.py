@@ -199,10 +199,27 @@ def test_table_and_plot_show_the_arms(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     w = workload()
     rows = [*rows_of(verdict(w), w, CONTEXT), *rows_of(verdict(w, Status.WRONG), w, CONTEXT)]
+    rows[0]["notes"] = ["quack: skipped: no module", "cuBLASLt, o_proj: algorithm 2"]
     text = show.table(rows)
+    assert "without quack" in text and "without quack, cuBLASLt" not in text
     assert "best baseline" in text and "compile skipped" in text and "wrong in outputs.out" in text
     show.plot(rows, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_several_files_are_one_table(tmp_path: Path) -> None:
+    for m in (8, 1):
+        w = workload(m)
+        run.append(tmp_path / f"{m}.jsonl", rows_of(verdict(w), w, CONTEXT))
+    files = [a for m in (8, 1) for a in ("--read", str(tmp_path / f"{m}.jsonl"))]
+    result = CliRunner().invoke(main, ["bench", "--target", TARGET, *files, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    arms = ("mix", "seed", "graph")
+    assert [(r["m"], r["arm"]) for r in rows] == [(m, a) for m in (1, 8) for a in arms]
+    (tmp_path / "bad.jsonl").write_text("[]\n")
+    bad = ["bench", "--target", TARGET, "--read", str(tmp_path / "bad.jsonl")]
+    assert CliRunner().invoke(main, bad).exit_code == 2
 
 
 def test_nonsense_is_a_usage_error() -> None:
