@@ -181,5 +181,5 @@ def graph_us(launches: Sequence[Launch]) -> float:
 def cold_us(launches: Sequence[Launch]) -> float:
     """The same for launches that find nothing of theirs in L2: what fills the L2 between is measured and taken off."""
     wide = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
-    fill: list[Launch] = [wide.zero_]
+    fill: list[Any] = [wide.zero_]
     return graph_us([*fill, *launches]) - graph_us(fill)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from targets.kimi_k3.baseline import cublaslt, libraries, tiles
+from targets.kimi_k3.baseline import libraries, tiles
+from targets.kimi_k3.baseline.blas import BlasProducts
 from targets.kimi_k3.baseline.kernels import experts, kda, mla, products, rows
 from targets.kimi_k3.baseline.tiles import Tile, cdiv, power
 from targets.kimi_k3.buffers import Shape
@@ -92,7 +93,7 @@ class Maker:
         self._made: dict[str, Tensor] = {}
         self._decided: dict[str, str] = {}
         self.shelf = libraries.Shelf(libraries.graph_us)
-        self._tuned: cublaslt.Tuned | None = None
+        self.blas = BlasProducts(self)
 
     def fixed(self, place: str) -> Tile:
         return tiles.fixed(place, self.mp)
@@ -131,7 +132,7 @@ class Maker:
         n, k = w.shape
         t = tiles.product(place, (n, k), self.mp)
         if t.kind == "cublaslt":
-            return self._blas(place, operands, ends)
+            return self.blas(place, operands, ends)
         columns = 0 if ends.tail is None else ends.tail.shape[1]
         grid = (cdiv(n, t.bn) + self.m * cdiv(columns, 1024),)
         given = [ends.norm, ends.remote, ends.send, ends.addend, ends.tail]
@@ -143,52 +144,6 @@ class Maker:
             products.linear_kernel, grid, args, t, M=self.m, MP=self.mp, N=n, K=k, BN=t.bn, BK=t.bk,
             NORM=ends.norm is not None, MODE=ends.mode, OWN=ends.own, TAIL=columns,
         )  # fmt: skip
-
-    def _blas(self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends) -> Launch:
-        """`linear` by cuBLASLt: a norm before and a launch behind it where `ends` asks for them."""
-        x, w, y = operands
-        n, k = w.shape
-        chain: list[Launch] = []
-        if ends.norm is not None:
-            out = self.buffer(f"{place}_normed", self.m, k)
-            args = (x, x.stride(0), ends.norm, out, EPS)
-            chain.append(
-                self.launch(rows.norm_kernel, (self.m,), args, Tile(1, 1), W=k, BLOCK=power(k))
-            )
-            x = out
-        columns = 0 if ends.tail is None else ends.tail.shape[1]
-        plain = ends.mode == "plain" and not columns
-        raw = y if plain else self.buffer(f"{place}_raw", self.m, n)
-        chain.append(self._multiplied(place, (x[:, :k], w, raw)))
-        if not plain:
-            given = [ends.remote, ends.send, ends.addend, ends.tail]
-            args = (raw, y, y.stride(0), *(raw if g is None else g for g in given))
-            grid = (cdiv(n, 1024) + cdiv(columns, 1024), self.m)
-            chain.append(
-                self.launch(
-                    products.ends_kernel, grid, args, Tile(1, 1), N=n, BLOCK=1024, MODE=ends.mode, OWN=ends.own,
-                    TAIL=columns,
-                )
-            )  # fmt: skip
-
-        def run() -> None:
-            for launch in chain:
-                launch()
-
-        return run
-
-    def _multiplied(self, place: str, operands: tuple[Tensor, Tensor, Tensor]) -> Launch:
-        x, w, y = operands
-        if not x.is_cuda:
-
-            def run() -> None:
-                y.copy_(x.float() @ w.float().T)
-
-            return run
-        if self._tuned is None:
-            self._tuned = cublaslt.Tuned(self.device, libraries.cold_us)
-        launch, self.shelf.notes[f"cuBLASLt, {place}"] = self._tuned.launch(operands)
-        return launch
 
     def normed_linear(
         self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends

@@ -1,0 +1,78 @@
+"""Products of the mix through cuBLASLt, with launches of ours around them where a place needs more than a product.
+
+`parts.Maker` decides where. On a CPU tensor the product is torch's, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from targets.kimi_k3.baseline import cublaslt, libraries
+from targets.kimi_k3.baseline.kernels import products, rows
+from targets.kimi_k3.baseline.tiles import Tile, cdiv, power
+from targets.kimi_k3.sizes import EPS
+
+if TYPE_CHECKING:
+    from targets.kimi_k3.baseline.parts import Ends, Maker
+
+Launch = Callable[[], None]
+BLOCK = 1024
+
+
+class BlasProducts:
+    """`Maker.linear` by cuBLASLt: call it with a place, (x, W, y) and the ends of the product."""
+
+    def __init__(self, maker: Maker) -> None:
+        self.maker = maker
+        self.tuned: cublaslt.Tuned | None = None
+
+    def __call__(self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends) -> Launch:
+        x, w, y = operands
+        n, k = w.shape
+        chain: list[Launch] = []
+        if ends.norm is not None:
+            x = self._normed(place, x, ends.norm, chain)
+        plain = ends.mode == "plain" and ends.tail is None
+        raw = y if plain else self.maker.buffer(f"{place}_raw", self.maker.m, n)
+        chain.append(self._product(place, (x[:, :k], w, raw)))
+        if not plain:
+            chain.append(self._ends(raw, y, ends))
+
+        def run() -> None:
+            for launch in chain:
+                launch()
+
+        return run
+
+    def _normed(self, place: str, x: Tensor, norm: Tensor, chain: list[Launch]) -> Tensor:
+        k, make = norm.shape[0], self.maker
+        out = make.buffer(f"{place}_normed", make.m, k)
+        args = (x, x.stride(0), norm, out, EPS)
+        chain.append(
+            make.launch(rows.norm_kernel, (make.m,), args, Tile(1, 1), W=k, BLOCK=power(k))
+        )
+        return out
+
+    def _ends(self, raw: Tensor, y: Tensor, ends: Ends) -> Launch:
+        n, columns = raw.shape[1], 0 if ends.tail is None else ends.tail.shape[1]
+        given = (raw if g is None else g for g in (ends.remote, ends.send, ends.addend, ends.tail))
+        return self.maker.launch(
+            products.ends_kernel, (cdiv(n, BLOCK) + cdiv(columns, BLOCK), self.maker.m),
+            (raw, y, y.stride(0), *given), Tile(1, 1), N=n, BLOCK=BLOCK, MODE=ends.mode, OWN=ends.own, TAIL=columns,
+        )  # fmt: skip
+
+    def _product(self, place: str, operands: tuple[Tensor, Tensor, Tensor]) -> Launch:
+        x, w, y = operands
+        if not x.is_cuda:
+
+            def run() -> None:
+                y.copy_(x.float() @ w.float().T)
+
+            return run
+        if self.tuned is None:
+            self.tuned = cublaslt.Tuned(x.device, libraries.cold_us)
+        launch, self.maker.shelf.notes[f"cuBLASLt, {place}"] = self.tuned.launch(operands)
+        return launch
