@@ -1,5 +1,6 @@
-"""Checks what timed chains left: the same bits as an untimed run from the same start, whose first and last steps are
-compared with the oracle. It reads and launches between timed intervals, never inside one.
+"""Checks what timed chains left: the same bits as an untimed run from the same start, some of whose steps are compared
+with the oracle. Which ones is secret and drawn for each round: a kernel that knew them could spare itself the others.
+It reads and launches between timed intervals, never inside one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sandbox.judge.checks import Checker, Moment
 from sandbox.judge.ending import Ended
 from sandbox.judge.lanes import Lanes
 from sandbox.judge.locate import Where
+from sandbox.judge.loose import Loose
 from sandbox.judge.rig import Rig
 from sandbox.verdict import Failure, Status
 from targets.reference import Tensors
@@ -32,20 +34,23 @@ class ChainCheck:
     _round: int = 0
     _inputs: dict[str, int] = field(default_factory=dict)
     _left: dict[str, dict[str, int]] = field(default_factory=dict)
-    _loose: dict[str, bool] = field(default_factory=dict)
-    _kept: dict[str, Tensors] = field(default_factory=dict)
+    _atomics: dict[str, bool] = field(default_factory=dict)
     _floors: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._loose = Loose(self.lanes, self.checker)
 
     def begin(self, round_: int) -> None:
         self._round = round_
         self._left.clear()
-        self._kept.clear()
+        self._loose.begin()
         self._inputs = self.lanes.inputs_digest()
 
     def timed(self, arm: PlanArm) -> None:
-        """After a timed chain. Raises Ended if it left other bits than an earlier one of this round."""
+        """After a timed chain. Raises Ended if it left other bits than an earlier one of this round; with float
+        atomics, a state that is further away than noise explains."""
         if self._atomic(arm.artifact):
-            self._kept[arm.name] = self._copy("outputs", 0)
+            self._not_far(arm, self._loose.timed(arm.name))
             return
         now = self.lanes.digest()
         first = self._left.setdefault(arm.name, now)
@@ -59,6 +64,7 @@ class ChainCheck:
     def alone(self, arm: PlanArm, kind: str) -> None:
         """After isolated steps from the start of the round. Raises Ended if they left other bits than the first did."""
         if self._atomic(arm.artifact):
+            self._not_far(arm, self._loose.timed(f"{arm.name}, {kind}"))
             return
         now = self.lanes.digest()
         if now != self._left.setdefault(f"{arm.name}, {kind}", now):
@@ -66,32 +72,56 @@ class ChainCheck:
                 Status.FLAKY, arm, f"isolated steps ({kind}) left different outputs or states"
             )
 
-    def untimed(self, arm: PlanArm, oracle: bool) -> None:
-        """The same steps one by one: the end against the timed chains, with `oracle` first and last against that."""
-        last = self.lanes.steps - 1
-        self.lanes.restore()
-        arm.dirty(self.case.seeds.of("untimed", self._round, arm.name))
-        moments = []
-        for lane in range(self.lanes.steps):
-            watched = oracle and lane in (0, last)
-            before = self._around(lane) if watched else {}
-            arm.step(lane)
-            if watched:
-                self.case.device.synchronize()
-                moments.append((lane, before, self._around(lane)))
-        self.case.device.synchronize()
-        if not self._atomic(arm.artifact) and self.lanes.digest() != self._left.get(arm.name):
+    def untimed(self, arm: PlanArm, watch: int) -> None:
+        """The same steps one by one: the end against the timed chains, `watch` secret ones of them with the oracle.
+        Raises Ended."""
+        watched = self._drawn(arm, watch)
+        moments = self._walk(arm, watched)
+        atomic = self._atomic(arm.artifact)
+        if not atomic and self.lanes.digest() != self._left.get(arm.name):
             self._end(
                 Status.WRONG,
                 arm,
                 "a timed chain left other outputs or states than the same steps untimed",
             )
-        if moments and self._atomic(arm.artifact):
-            moments[0][2].update(self._kept.get(arm.name, {}))
+        if atomic:
+            self._not_far(arm, self._loose.untimed(arm.name))
+        odd = self._loose.odd.get(arm.name, {})
+        if odd:  # once more, for the states before these steps
+            for lane, (before, after) in self._walk(arm, set(odd)).items():
+                moments[lane] = (before, {**after, **odd[lane]})
         self._check_inputs()
-        for lane, before, after in moments:
-            self._judge(arm, lane, (before, after))
+        for lane, around in moments.items():
+            self._judge(arm, lane, around)
         self._note_floor()
+
+    def _walk(self, arm: PlanArm, watched: set[int]) -> dict[int, tuple[Tensors, Tensors]]:
+        """All steps of a round from its start, untimed. What the watched ones found and left."""
+        self.lanes.restore()
+        arm.dirty(self.case.seeds.of("untimed", self._round, arm.name))
+        moments = {}
+        for lane in range(self.lanes.steps):
+            before = self._around(lane) if lane in watched else {}
+            arm.step(lane)
+            if lane in watched:
+                self.case.device.synchronize()
+                moments[lane] = (before, self._around(lane))
+        self.case.device.synchronize()
+        return moments
+
+    def _drawn(self, arm: PlanArm, count: int) -> set[int]:
+        """Secret steps, of as many different sets of weights as there are."""
+        sets, steps = self.lanes.sets, self.lanes.steps
+        choose = self.case.seeds.chooser("watched", self._round, arm.name)
+        order = sorted(range(steps), key=lambda lane: choose(1 << 30))
+        chosen = [next(lane for lane in order if lane % sets == s) for s in range(sets)]
+        chosen.sort(key=order.index)
+        chosen += [lane for lane in order if lane not in chosen]
+        return set(chosen[:count])
+
+    def _not_far(self, arm: PlanArm, state: str) -> None:
+        if state:
+            self._end(Status.FLAKY, arm, f"{state} differs between chains by more than noise")
 
     def end(self, arms: list[PlanArm], rig: Rig) -> None:
         """Inputs and weights unmodified, guard zones of all memory intact."""
@@ -153,9 +183,9 @@ class ChainCheck:
 
     def _atomic(self, artifact: Artifact) -> bool:
         key = artifact.sha256
-        if key not in self._loose:
-            self._loose[key] = float_atomics(artifact)
-        return self._loose[key]
+        if key not in self._atomics:
+            self._atomics[key] = float_atomics(artifact)
+        return self._atomics[key]
 
     def _note_floor(self) -> None:
         """Once: routing is data, and its mean over the lanes of one round says enough."""

@@ -189,7 +189,7 @@ def _describe(m: Measured, draft: Draft, case: Case) -> None:
     blocks = m.samples["candidate"].shape[0]
     draft.checked.append(
         f"timed in {blocks} ABBA blocks of {m.steps} chained steps, each with inputs and outputs of its own; all timed "
-        "outputs and states equal an untimed run whose first and last steps match the oracle"
+        "outputs and states equal an untimed run of which secret steps match the oracle"
     )
     draft.checked.append(
         f"one kernel against itself: within {m.self_test.half_width:.2%} (95 % interval)"

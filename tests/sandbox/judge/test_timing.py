@@ -142,6 +142,61 @@ def test_wrong_only_in_the_timed_run(tmp_path: Path) -> None:
     assert v.status is Status.WRONG and v.failure is not None and v.failure.rule == "timed"
 
 
+def test_no_set_of_weights_is_out_of_sight(tmp_path: Path) -> None:
+    """Wrong in the same way timed and untimed, on sets of weights between the first and the last."""
+    sets: list[int] = []
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        mine = next(v.data_ptr() for k, v in t.items() if k.startswith("weights."))
+        if mine not in sets:
+            sets.append(mine)
+        toy.right(t)
+        if 2 < sets.index(mine) < 14:
+            t["outputs.y"][1, 3] = 0.0
+
+    v = timed(tmp_path, {"k": 10.0}, kernel, l2_bytes=1 << 20, tier=Tier.FULL)
+    assert len(sets) >= 16
+    assert v.status is Status.WRONG and v.failure is not None and "chain of" in v.failure.message
+
+
+def adding(folder: Path) -> Path:
+    """An artifact that adds floats atomically, as far as its PTX says."""
+    made = toy.artifact(("k",))
+    text = made.step.ptx + "// red.global.add.f32 [%rd1], %f1;\n"
+    return toy.saved(folder, replace(made, step=replace(made.step, ptx=text)))
+
+
+@pytest.mark.parametrize("cheats", [False, True])
+def test_float_atomics_hide_no_timed_output(tmp_path: Path, cheats: bool) -> None:
+    """Noise passes; a result left out in one timed step of many does not, though no bits are compared."""
+    running = False
+
+    class Honest(FakeDevice):
+        def time(self, work: Callable[[], None]) -> float:
+            nonlocal running
+            running = True
+            try:
+                return super().time(work)
+            finally:
+                running = False
+
+    count = 0
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        nonlocal count
+        count += 1
+        toy.right(t)
+        y = t["outputs.y"]
+        y[count % 2, 3] *= 1.0 + 2.0**-8 * (count % 3 == 0)
+        if cheats and running and count % 4 == 2:
+            y[1].zero_()
+
+    job = JudgeJob(adding(tmp_path), toy.TARGET, {"rows": 4}, "cuda", baselines=())
+    v = run(job, Honest({"k": kernel}, "cuda", {"k": 10.0}))
+    assert v.status is (Status.WRONG if cheats else Status.PASSED), v.failure
+    assert not cheats or (v.failure is not None and "chain of candidate" in v.failure.message)
+
+
 def test_results_remembered_by_content(tmp_path: Path) -> None:
     """Right bits every time, but only the first time on new inputs is paid for."""
     known: set[int] = set()
