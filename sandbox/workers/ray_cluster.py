@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -119,28 +120,30 @@ class RayCluster:
     def __init__(self, farm: Farm, cpus: int = 0, gpus: int | None = 0) -> None:
         self._ray = load()
         self._own: Path | None = None
-        common: dict[str, Any] = {
-            "include_dashboard": False, "log_to_driver": False, "configure_logging": False,
-        }  # fmt: skip
         try:
             if farm.address:
                 self._ray.init(address=farm.address, log_to_driver=False, configure_logging=False)
             else:
-                self._own = Path(
-                    tempfile.mkdtemp(prefix="kg-ray-", dir="/tmp")
-                )  # names of sockets must be short
-                with _only_kept():
-                    self._ray.init(
-                        num_cpus=cpus, num_gpus=gpus, object_store_memory=STORE_BYTES,
-                        _temp_dir=str(self._own), **common,
-                    )  # fmt: skip
+                self._start({"num_cpus": cpus, "num_gpus": gpus})
         except (
             Exception
-        ) as error:  # Ray raises many kinds here, ValueError and ConnectionError among them
+        ) as error:  # Ray raises many kinds, ValueError and ConnectionError among them
             self.close()
             where = f"the cluster at {farm.address}" if farm.address else "Ray on this machine"
             text = " ".join(str(error).split())[:300]
             raise NoRay(f"{where} cannot be used: {type(error).__name__}: {text}") from error
+
+    def _start(self, counts: Mapping[str, Any]) -> None:
+        # Nobody else on this machine is to have a say in it: Ray runs what it is sent.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # Names of sockets must be short.
+        self._own = Path(tempfile.mkdtemp(prefix="kg-ray-", dir="/tmp"))
+        with _only_kept():
+            self._ray.init(
+                include_dashboard=False, log_to_driver=False, configure_logging=False,
+                object_store_memory=STORE_BYTES, _temp_dir=str(self._own), **counts,
+            )  # fmt: skip
 
     def nodes(self) -> list[Node]:
         try:
