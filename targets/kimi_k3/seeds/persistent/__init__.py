@@ -16,7 +16,7 @@ _PARTS = {
         "tile_chain",
     ),
     "latent-moe": ("plan", "fields", "device", "setup", "moe", "chain", "moe_chain"),
-    "kda": ("plan", "fields", "device", "setup", "tensor", "kda", "kda_rows", "chain", "kda_chain"),
+    "kda": ("plan", "fields", "device", "setup", "tensor", "l2", "kda", "kda_rows", "chain", "kda_chain"),
 }
 _SHARED = {
     "common": None,

@@ -78,4 +78,5 @@ def shape(dims, cfg, rows=1):
         cfg.tile_stages if tiled else cfg.ring_stages,
         cfg.spin_limit,
         tiled,
+        getattr(cfg, "l2_ahead", 0),
     )

@@ -91,14 +91,15 @@ def wait(
     op: cutlass.Constexpr,
     line: cutlass.Constexpr = ALL,
     acquire: cutlass.Constexpr = True,
+    missing: cutlass.Constexpr = 0,
 ):
-    """Until every CTA arrived at edge number `edge` (counted from 1) of this launch on this line.
+    """Until every CTA (but `missing`) arrived at edge number `edge` (counted from 1) of this launch on this line.
 
     `acquire`: what they wrote before an `arrive` can be read then. After a `hint` there is nothing to acquire.
     """
     if c.tid == 0:
         base = c.base[line // 32]
-        target = base + edge * op.ctas
+        target = base + edge * op.ctas - missing
         seen = counter(c, line, acquire)
         if cutlass.const_expr(op.spin == 0):
             while seen - target < 0:

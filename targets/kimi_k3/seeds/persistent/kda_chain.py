@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Uint32
+from cutlass import BFloat16, Int32, Int64, Uint32
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.persistent.chain import add_before, load_x0, prefetch_vectors, shape
@@ -26,6 +26,8 @@ from targets.kimi_k3.seeds.persistent.kda_rows import (
     seat,
     slots_here,
 )
+from targets.kimi_k3.seeds.persistent.l2 import Piece, fill_on, fill_tiles_on
+from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 
 TUNABLES = {
@@ -34,8 +36,9 @@ TUNABLES = {
     "tiles_from": (2, 1),
     "tile_stages": (6, 12, 5, 4, 3, 2),
     "tile_bytes": (29696, 15360),
+    "l2_ahead": (0, 4, 8, 2, 12),
     "consumer_warps": (14,),
-    "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
+    "ctas": (0, 4, 8, 12, 16, 32, 64, 128, 132),
     "spin_limit": (0, 200000, 2000000),
 }
 
@@ -44,16 +47,43 @@ MOST_ROWS = 8
 
 
 @cute.jit
+def pieces(c: Ctx, layer: Int32, op: cutlass.Constexpr):
+    """This CTA's rows of in_proj and of o_proj."""
+    d = op.d
+    first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
+    inward = Piece(field(c, layer, F["in_proj"], COUNT) + Int64(first) * (2 * d.hidden), Int32(n))
+    first, n = share(d.hidden, c.cta, op.ctas)
+    outward = Piece(field(c, layer, F["o_proj"], COUNT) + Int64(first) * (2 * d.kda_dim), Int32(n))
+    return inward, outward
+
+
+@cute.jit
 def produce(c: Ctx, op: cutlass.Constexpr):
+    d = op.d
     it = Int32(0)
     prefetch_vectors(c, Int32(0), "K", op)
-    for layer in cutlass.range(op.d.layers, unroll=1):
-        if layer + 1 < op.d.layers:
+    g, h = op.rows(d.hidden), op.rows(d.kda_dim)
+    if cutlass.const_expr(op.tiled):
+        g, h = op.tiles(d.hidden), op.tiles(d.kda_dim)
+    for layer in cutlass.range(d.layers, unroll=1):
+        if layer + 1 < d.layers:
             prefetch_vectors(c, layer + 1, "K", op)
-        if cutlass.const_expr(not op.tiled):
-            it = fill_kda(c, layer, it, op)
+        if cutlass.const_expr(op.ahead == 0):
+            if cutlass.const_expr(op.tiled):
+                it = fill_kda_rows(c, layer, it, op)
+            else:
+                it = fill_kda(c, layer, it, op)
         else:
-            it = fill_kda_rows(c, layer, it, op)
+            inward, outward = pieces(c, layer, op)
+            following, _ = pieces(c, layer + 1 if layer + 1 < d.layers else layer, op)
+            rows = following.rows if layer + 1 < d.layers else Int32(0)
+            following = Piece(following.source, rows)
+            if cutlass.const_expr(op.tiled):
+                it = fill_tiles_on(c, it, (inward, g), (outward, h), op)
+                it = fill_tiles_on(c, it, (outward, h), (following, g), op)
+            else:
+                it = fill_on(c, it, (inward, g), (outward, h), op)
+                it = fill_on(c, it, (outward, h), (following, g), op)
 
 
 @cute.jit

@@ -117,9 +117,12 @@ def seat(c: Ctx, op: cutlass.Constexpr):
 
 @cute.jit
 def slots_here(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
-    """State slots of the tokens, for all phases, first in the pool."""
-    if c.tid < op.d.rows:
-        view(c, Int32, 0, TOKENS)[c.tid] = slots[c.tid]
+    """State slots of the tokens, 0 for those that are not there; for all phases, first in the pool."""
+    if c.tid < TOKENS:
+        slot = Int32(0)
+        if c.tid < op.d.rows:
+            slot = slots[c.tid]
+        view(c, Int32, 0, TOKENS)[c.tid] = slot
     consumers(op)
 
 
@@ -264,19 +267,20 @@ def update_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, turn: Int32, op: cu
         consumers(op)
         for j in cutlass.range_constexpr(widths(op)[3]):
             token, row = place_of(c, j, s, op)
-            if row >= 0:
-                b = proj + Int64((token * pitch + 4 * d.kda_dim + HEAD + s.head) * 2)
-                beta = sigmoid(insist_half(b, peek_half(b), op))
-                o = delta_row(c, late.rows[None, None, j], (token, row, beta), op)
-                if c.lane % 8 == 0:
-                    i = token * op.pitch(d.kda_dim) + s.head * HEAD + s.first + row
-                    post(c, "o", turn, i, o, op)
-                slot = slot_of(c, token)
-                if slot > 0:
-                    gRow = state_of(c, layer, slot, s, row, op)
-                    for e in cutlass.range_constexpr(4):
-                        tile = cute.local_tile(gRow, (4,), (e * 8 + c.lane % 8,))
-                        cute.autovec_copy(late.rows[None, e, j], tile)
+            b = proj + Int64((token * pitch + 4 * d.kda_dim + HEAD + s.head) * 2)
+            beta = sigmoid(insist_half(b, peek_half(b), op))
+            safe = row if row >= 0 else Int32(0)
+            # by all lanes, also those without a row: it shuffles
+            o = delta_row(c, late.rows[None, None, j], (token, safe, beta), op)
+            slot = slot_of(c, token)
+            if row >= 0 and c.lane % 8 == 0:
+                i = token * op.pitch(d.kda_dim) + s.head * HEAD + s.first + row
+                post(c, "o", turn, i, o, op)
+            if row >= 0 and slot > 0:
+                gRow = state_of(c, layer, slot, s, row, op)
+                for e in cutlass.range_constexpr(4):
+                    tile = cute.local_tile(gRow, (4,), (e * 8 + c.lane % 8,))
+                    cute.autovec_copy(late.rows[None, e, j], tile)
     else:
         consumers(op)
 

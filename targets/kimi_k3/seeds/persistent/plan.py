@@ -178,7 +178,8 @@ def most(n, ctas, unit=1):
 @dataclass(frozen=True)
 class Op:
     """Everything the kernel knows when it is compiled. `d` is cfg.dims; `tiled`: weights pass in tiles (`tensor`), for
-    one token to eight, else in whole rows for one.
+    one token to eight, else in whole rows for one. `ahead`: how many stages beyond those it brings a producer asks L2
+    for.
     """
 
     d: object
@@ -188,6 +189,7 @@ class Op:
     stages: int
     spin: int
     tiled: bool = False
+    ahead: int = 0
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0

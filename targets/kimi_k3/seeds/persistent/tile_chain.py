@@ -26,6 +26,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     T,
     Tiles,
     leave_tiles,
+    meet,
     open_tiles,
     tell,
 )
@@ -36,6 +37,7 @@ TUNABLES = {
     "ring_stages": (0, 7, 6, 5, 4, 3, 2),
     "consumer_warps": (14, 12, 8),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
+    "early": (0, 4, 16, 64),
     "spin_limit": (0, 200000, 2000000),
 }
 
@@ -87,7 +89,7 @@ def consume_tiles(c: Tiles, chosen: tuple, mIds: cute.Tensor, op: cutlass.Conste
         if layer > 0:
             edge += 1
             timeline.mark(c.track, "edge y", layer, kind="edge")
-            wait(c, edge, op, acquire=op.fenced)
+            meet(c, edge, op)
         timeline.mark(c.track, "sum", layer)
         ids = at(Int32, mIds.iterator.toint() + Int64(layer * op.pairs * 4), op.pairs)
         it, edge = tile_moe(c, layer, edge, it, (ids, chosen), op)
@@ -123,7 +125,9 @@ def tile_kernel(
 def tile_shape(dims, cfg):
     refuse_others_tiles(dims)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
-    return TileOp(dims, cfg.ctas or fits, cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit)
+    return TileOp(
+        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early
+    )
 
 
 def workspace(dims, cfg):

@@ -4,17 +4,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint16, Uint32
+from cutlass import Float32, Int32, Int64, Uint16, Uint32
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import mma_k32, smem
 from targets.kimi_k3.seeds.persistent.device import (
     ALL,
-    ROUTE,
-    at,
     bulk,
     consumers,
-    field,
     hint,
     insist,
     mma_rows,
@@ -22,10 +19,10 @@ from targets.kimi_k3.seeds.persistent.device import (
     stage_done,
     stage_free,
     stage_full,
+    wait,
 )
 from targets.kimi_k3.seeds.persistent.fields import MOE, REMOTE
 from targets.kimi_k3.seeds.persistent.plan import STRIDE
-from targets.kimi_k3.seeds.persistent.tile_plan import SHIFT
 
 TILE_FIELDS = (*MOE, *(f"remote_{n}" for n in REMOTE), "send", "x", "y")
 COUNT_T = len(TILE_FIELDS)
@@ -190,6 +187,12 @@ def tell(
 
 
 @cute.jit
+def meet(c: Tiles, edge: Int32, op: cutlass.Constexpr, line: cutlass.Constexpr = ALL):
+    """Wait at an edge whose boxes need no fence unless there are several tokens."""
+    wait(c, edge, op, line, op.fenced, 0 if op.fenced else op.early)
+
+
+@cute.jit
 def leave_tiles(c: Tiles, edge: Int32, op: cutlass.Constexpr):
     """The next launch counts on from here. After the last edge, when every CTA has read where this one began."""
     if c.tid == 0 and c.cta == 0:
@@ -268,7 +271,7 @@ def tile_times(c: Tiles, it: Int32, rX: cute.Tensor, g: cutlass.Constexpr, op: c
 def keep(
     c: Tiles, rC: cute.Tensor, rows: tuple, first: Int32, column: Int32, op: cutlass.Constexpr
 ):
-    """part[(first + row) tokens + token, column] = the sums of the lane's rows; rows = (g or g + 8, ...), those < end."""
+    """part[(first + row) tokens + token, column] = the sums of the lane's rows; rows = (g, or g and g + 8, end)."""
     for half in cutlass.range_constexpr(len(rows) - 1):
         row = rows[half]
         for e in cutlass.range_constexpr(2):

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
+from cutlass import Float32, Int32, Int64, Uint8, Uint32
 
 from targets.kimi_k3.seeds.common import round_bf16, situ
 from targets.kimi_k3.seeds.latent_moe import pair_up, scale_word
@@ -136,29 +136,41 @@ def codes_times(rC: cute.Tensor, a: tuple, b: tuple, rX: cute.Tensor):
 
 
 @cute.jit
-def load_latent(c: Tiles, layer: Int32, op: cutlass.Constexpr):
-    """rL[4, 4, chunks]: this lane's groups of its token's latent, own and gathered, pairs in the order of `expand`."""
+def latent_place(c: Tiles, k: cutlass.Constexpr, op: cutlass.Constexpr):
+    """Which 16 bytes of its token's latent this lane has as its k-th."""
+    return ((c.warp * op.up_chunks + k // 4) * 4 + c.lane % 4) * 4 + k % 4
+
+
+@cute.jit
+def start_latent(c: Tiles, layer: Int32, op: cutlass.Constexpr):
+    """rL[4, 4, chunks]: this lane's groups of its token's latent, own and gathered, on their way."""
     d = op.d
     rL = cute.make_rmem_tensor(cute.make_layout((4, 4, op.up_chunks)), Uint32)
     rL.fill(0)
     token = c.lane // 4
     own, far = d.latent_rows // 8, (d.latent - d.latent_rows) // 8
     if token < op.tokens and c.warp < op.up_active:
-        for look in cutlass.range_constexpr(2):
-            for k in cutlass.range_constexpr(4 * op.up_chunks):
-                i = ((c.warp * op.up_chunks + k // 4) * 4 + c.lane % 4) * 4 + k % 4
-                r = rL[None, k % 4, k // 4]
-                if i < own:
-                    address = place(c, "latent", layer, op) + Int64(token * own + i) * 16
-                    if cutlass.const_expr(look == 0):
-                        peek(address, r)
-                    else:
-                        sure(address, r, 2, op)
-                elif cutlass.const_expr(look == 0 and d.latent_rows < d.latent):
-                    words_at(field(c, layer, T["remote_latent"], COUNT_T), token * far + i - own, r)
         for k in cutlass.range_constexpr(4 * op.up_chunks):
-            pair_up(rL[None, k % 4, k // 4])
+            i = latent_place(c, k, op)
+            r = rL[None, k % 4, k // 4]
+            if i < own:
+                peek(place(c, "latent", layer, op) + Int64(token * own + i) * 16, r)
+            elif cutlass.const_expr(d.latent_rows < d.latent):
+                words_at(field(c, layer, T["remote_latent"], COUNT_T), token * far + i - own, r)
     return rL
+
+
+@cute.jit
+def end_latent(c: Tiles, layer: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
+    """What `start_latent` began, complete, pairs in the order of `spread`."""
+    token, own = c.lane // 4, op.d.latent_rows // 8
+    if token < op.tokens and c.warp < op.up_active:
+        for k in cutlass.range_constexpr(4 * op.up_chunks):
+            i = latent_place(c, k, op)
+            if i < own:
+                address = place(c, "latent", layer, op) + Int64(token * own + i) * 16
+                sure(address, rL[None, k % 4, k // 4], 2, op)
+            pair_up(rL[None, k % 4, k // 4])
 
 
 @cute.jit
@@ -197,7 +209,7 @@ def hold_unit(c: Tiles, rC: cute.Tensor, mask: Int32, held: Int32, op: cutlass.C
 
 @cute.jit
 def send_hidden(c: Tiles, layer: Int32, held: Int32, op: cutlass.Constexpr):
-    """bf(SiTU(gate, up)) of what was held; eight elements in the order in which `expand` makes its pairs."""
+    """bf(SiTU(gate, up)) of what was held; eight elements in the order in which `spread` makes its pairs."""
     consumers(op)
     for i in cutlass.range(c.tid, held * CODE_TILE, op.threads, unroll=1):
         n, r = i // CODE_TILE, i % CODE_TILE

@@ -1,7 +1,5 @@
 """One FFN of the tile kernel: what the producer brings, and the phases of the consumers."""
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
@@ -35,6 +33,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     columns_of,
     drain_tiles,
     fill_tiles,
+    meet,
     place,
     send,
     store16,
@@ -42,10 +41,11 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     tell,
 )
 from targets.kimi_k3.seeds.persistent.tile_experts import (
+    end_latent,
     fill_pieces,
     fill_units,
-    load_latent,
     others_sums,
+    start_latent,
     tiles_down,
     tiles_up,
 )
@@ -292,16 +292,17 @@ def tile_moe(c: Tiles, layer: Int32, edge: Int32, it: Int32, given: tuple, op: c
     rFar = far_sums(c, layer, op)
     tail_columns(c, layer, op)
     clear(c, layer, op)
-    wait(c, layer + 1, op, ROUTE, op.fenced)
+    meet(c, layer + 1, op, ROUTE)
     timeline.mark(c.track, "choose", layer)
     choose_experts(c, layer, rBias, chosen, mIds, op)
     edge += 1
     timeline.mark(c.track, "edge front", layer, kind="edge")
-    wait(c, edge, op, ALL, op.fenced)
+    meet(c, edge, op)
     timeline.mark(c.track, "shared down", layer)
+    rL = start_latent(c, layer, op)
     it = tile_shared(c, layer, it, rFar, op)
     timeline.mark(c.track, "experts up", layer)
-    rL = load_latent(c, layer, op)
+    end_latent(c, layer, rL, op)
     it = tiles_up(c, layer, it, rL, op)
     tell(c, op, ALL, True)
     edge += 1
@@ -314,7 +315,7 @@ def tile_moe(c: Tiles, layer: Int32, edge: Int32, it: Int32, given: tuple, op: c
     edge += 1
     timeline.mark(c.track, "edge z", layer, kind="edge")
     rN = norm_words(c, layer, op)
-    wait(c, edge, op, ALL, op.fenced)
+    meet(c, edge, op)
     timeline.mark(c.track, "up projection", layer)
     it = tile_up(c, layer, it, rN, op)
     return it, edge

@@ -70,6 +70,8 @@ class TileOp:
     warps: int
     wanted: int
     spin: int
+    early: int = 0
+    """CTAs that may be missing when boxes are looked into that say themselves what is there."""
 
     @property
     def threads(self):

@@ -211,13 +211,22 @@ def choose_experts(
     mIds: cute.Tensor,
     op: cutlass.Constexpr,
 ):
-    """The routing of all tokens: lists of the context, outputs by CTA 0. The producer is told; ends with a barrier."""
+    """The routing of all tokens: lists of the context, outputs by CTA 0; the producer is told.
+
+    A single token's is made by the last warp alone, and complete only after the next barrier: the others go on.
+    """
     make_keys(c, layer, rBias, op)
-    if c.warp < op.tokens:
-        rank_token(c, layer, c.warp, chosen, mIds, op)
-    consumers(op)
-    if cutlass.const_expr(op.tokens > 1):
+    if cutlass.const_expr(op.tokens == 1):
+        if c.warp == op.warps - 1:
+            rank_token(c, layer, Int32(0), chosen, mIds, op)
+            cute.arch.sync_warp()
+            if c.lane == 0:
+                cute.arch.mbarrier_arrive(c.routed)
+    else:
+        if c.warp < op.tokens:
+            rank_token(c, layer, c.warp, chosen, mIds, op)
+        consumers(op)
         gather_experts(c, chosen, op)
         consumers(op)
-    if c.tid == 0:
-        cute.arch.mbarrier_arrive(c.routed)
+        if c.tid == 0:
+            cute.arch.mbarrier_arrive(c.routed)
