@@ -160,7 +160,7 @@ class _Trial:
         job = JudgeJob(
             artifact=outcome.artifact, target=self.p.target, options=options_json(w.options), device=self.bench.device,
             tier=tier, seed=self.seed, deadline_s=deadline(tier, asked, self.bench.device),
-            compile_isolation=outcome.isolation, baselines=(),  # comparisons decide nothing here
+            compile_isolation=outcome.isolation,
         )  # fmt: skip
         judge = self.judges.get()
         try:

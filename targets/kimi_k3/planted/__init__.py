@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from targets.kimi_k3.planted import attention, controls, hacks, moe, persistent, products
+from targets.kimi_k3.planted import attention, controls, hacks, moe, persistent, products, second
 from targets.planted import Planted
 
 
@@ -17,5 +17,6 @@ def catalogue() -> tuple[Planted, ...]:
     """All of them, in a fixed order."""
     return (
         *products.gemv(), *products.attn_res(), *moe.router(), *attention.kda(), *attention.mla(), *moe.latent_moe(),
-        *products.sharded(), *products.decode(), *persistent.kernels(), *hacks.kernels(), *controls.kernels(),
+        *products.sharded(), *products.decode(), *persistent.kernels(), *hacks.kernels(),
+        *second.kernels(), *controls.kernels(),
     )  # fmt: skip

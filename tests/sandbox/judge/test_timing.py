@@ -197,23 +197,34 @@ def test_float_atomics_hide_no_timed_output(tmp_path: Path, cheats: bool) -> Non
     assert not cheats or (v.failure is not None and "chain of candidate" in v.failure.message)
 
 
-def test_results_remembered_by_content(tmp_path: Path) -> None:
-    """Right bits every time, but only the first time on new inputs is paid for."""
+def remembering(folder: Path, first: float, later: float) -> Verdict:
+    """Right bits every time, but what inputs cost depends on whether they are new. The incumbent takes 9."""
     known: set[int] = set()
-    device = FakeDevice({}, "cuda", {"k": 0.0})
+    device = FakeDevice({}, "cuda", {"k": 0.0, "old": 9.0})
 
     def kernel(t: Mapping[str, torch.Tensor]) -> None:
         key = hash(
             (t["inputs.x"].view(torch.int16).sum().item(), t["states.layers.0.s"].sum().item())
         )
-        device.spent += 2.0 if key in known else 10.0
+        device.spent += later if key in known else first
         known.add(key)
         toy.right(t)
 
-    device.kernels = {"k": kernel}
-    job = JudgeJob(toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda")
-    v = run(job, device)
+    device.kernels = {"k": kernel, "old": toy.right}
+    old, new = (toy.saved(folder, toy.artifact((k,))) for k in ("old", "k"))
+    return run(JudgeJob(new, toy.TARGET, {"rows": 4}, "cuda", incumbent=old, baselines=()), device)
+
+
+def test_results_remembered_by_content(tmp_path: Path) -> None:
+    v = remembering(tmp_path, 10.0, 2.0)
     assert v.status is Status.CHEAT and v.failure is not None and v.failure.rule == "memory"
+
+
+def test_a_little_memory_of_inputs_wins_nothing(tmp_path: Path) -> None:
+    v = remembering(tmp_path / "a", 9.6, 8.0)
+    assert row(v).detail["fresh_over_repeated"] == pytest.approx(1.2, rel=0.01)
+    assert v.outcome is Outcome.SLOW and any(f.rule == "memory" for f in v.findings)
+    assert remembering(tmp_path / "b", 8.1, 8.0).outcome is Outcome.BETTER
 
 
 def test_guards_hold_in_timed_chains(tmp_path: Path) -> None:
