@@ -89,5 +89,6 @@ def _maths() -> list[Planted]:
             ("            sDecay[k] = cute.math.exp(-5.0 * gate)\n",
              "            sDecay[k] = round_bf16(cute.math.exp(-5.0 * gate))\n")),
         bug("kda", "rounding", "keys-in-bf16", "normalised keys are rounded to bf16 before the state is updated",
-            ("k = share(sK).load() * norm_scale(sK)", "k = (share(sK).load() * norm_scale(sK)).to(BFloat16).to(Float32)")),
+            ("k = share(sK).load() * norm_scale(sK)", "k = (share(sK).load() * norm_scale(sK)).to(BFloat16).to(Float32)"),
+            band=True),
     ]  # fmt: skip
