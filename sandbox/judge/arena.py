@@ -20,12 +20,17 @@ MIN_ALIGN = 16
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how buffers are laid out. `guard` is bytes on each side; `choose(n)` draws from 0..n-1."""
+    """Where and how buffers are laid out. `guard` is bytes on each side; `choose(n)` draws from 0..n-1. `devices`: of
+    each rank, where there are several."""
 
     device: str
     guard: int
     choose: Callable[[int], int]
     seed: int
+    devices: tuple[str, ...] = ()
+
+    def of(self, b: Buffer) -> str:
+        return self.devices[b.rank] if self.devices else self.device
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Broken:
 
 
 class Arena(Mapping[str, torch.Tensor]):
-    """name -> tensor. `together`: all in one allocation, so that one copy restores them all (`raw`)."""
+    """name -> tensor. `together`: all of a rank in one allocation, so that one copy restores them all (`raws`)."""
 
     def __init__(
         self, buffers: Iterable[tuple[str, Buffer]], place: Place, together: bool = False
@@ -56,12 +61,17 @@ class Arena(Mapping[str, torch.Tensor]):
         self.place = place
         generator = torch.Generator().manual_seed(place.seed)
         noise = torch.randint(0, 256, (place.guard,), dtype=torch.uint8, generator=generator)
-        self._pattern = noise.to(place.device)
+        self._patterns = {on: noise.to(on) for on in (place.devices or (place.device,))}
         named = tuple(buffers)
         self._slots = self._one(named) if together else self._many(named)
         for slot in self._slots.values():
-            self._guards(slot)[0].copy_(self._pattern)
-            self._guards(slot)[1].copy_(self._pattern)
+            self._guards(slot)[0].copy_(self._pattern(slot))
+            self._guards(slot)[1].copy_(self._pattern(slot))
+
+    def _pattern(self, slot: Slot) -> torch.Tensor:
+        """The guard bytes, where that slot lies."""
+        found = self._patterns.get(str(slot.raw.device))
+        return next(iter(self._patterns.values())) if found is None else found
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._slots[name].tensor
@@ -77,28 +87,31 @@ class Arena(Mapping[str, torch.Tensor]):
         return self._slots[name]
 
     @property
-    def raw(self) -> torch.Tensor:
-        """The single allocation of an arena made with `together`, guards included; empty without buffers."""
-        raws = {id(s.raw): s.raw for s in self._slots.values()}
-        if not raws:
-            return torch.empty(0, dtype=torch.uint8, device=self.place.device)
-        (raw,) = raws.values()
-        return raw
+    def raws(self) -> tuple[torch.Tensor, ...]:
+        """The allocations of an arena made with `together`, one for each rank, guards included."""
+        return tuple({id(s.raw): s.raw for s in self._slots.values()}.values())
 
     def broken(self) -> tuple[Broken, ...]:
-        """Guard zones that no longer hold their bytes; one wait for all."""
-        if not self._slots:
-            return ()
-        zones = [z for slot in self._slots.values() for z in self._guards(slot)]
-        bad: list[int] = []
-        for first in range(0, len(zones), 512):
-            part = torch.stack(zones[first : first + 512])
-            bad += [first + i for i in (part != self._pattern).any(1).nonzero().flatten().tolist()]
-        names = list(self._slots)
-        return tuple(self._describe(names[i // 2], i % 2, zones[i]) for i in bad)
+        """Guard zones that no longer hold their bytes; one wait for all of a device."""
+        zones = [(n, side) for n in self._slots for side in (0, 1)]
+        by_device: dict[torch.device, list[tuple[str, int]]] = {}
+        for n, side in zones:
+            by_device.setdefault(self._slots[n].raw.device, []).append((n, side))
+        bad: set[tuple[str, int]] = set()
+        for mine in by_device.values():
+            for first in range(0, len(mine), 512):
+                some = mine[first : first + 512]
+                part = torch.stack([self._zone(z) for z in some])
+                odd = (part != self._pattern(self._slots[some[0][0]])).any(1)
+                bad.update(some[i] for i in odd.nonzero().flatten().tolist())
+        return tuple(self._describe(n, side) for n, side in zones if (n, side) in bad)
 
-    def _describe(self, name: str, side: int, zone: torch.Tensor) -> Broken:
-        at = (zone != self._pattern).nonzero().flatten()
+    def _zone(self, at: tuple[str, int]) -> torch.Tensor:
+        return self._guards(self._slots[at[0]])[at[1]]
+
+    def _describe(self, name: str, side: int) -> Broken:
+        zone = self._zone((name, side))
+        at = (zone != self._pattern(self._slots[name])).nonzero().flatten()
         offset = int(at[-1]) - self.place.guard if side == 0 else int(at[0])
         return Broken(name, offset)
 
@@ -114,19 +127,21 @@ class Arena(Mapping[str, torch.Tensor]):
         out = {}
         for name, b in named:
             total = b.nbytes + 2 * self.place.guard + 2 * PAGE
-            raw = torch.empty(total, dtype=torch.uint8, device=self.place.device)
+            raw = torch.empty(total, dtype=torch.uint8, device=self.place.of(b))
             out[name] = self._slot(raw, self.place.guard, b)
         return out
 
     def _one(self, named: tuple[tuple[str, Buffer], ...]) -> dict[str, Slot]:
-        total = sum(b.nbytes + 2 * self.place.guard + 2 * PAGE for _, b in named)
-        raw = torch.zeros(max(total, 1), dtype=torch.uint8, device=self.place.device)
         out: dict[str, Slot] = {}
-        at = 0
-        for name, b in named:
-            out[name] = self._slot(raw, at + self.place.guard, b)
-            at = out[name].end + self.place.guard
-        return out
+        for rank in sorted({b.rank for _, b in named}):
+            mine = [(n, b) for n, b in named if b.rank == rank]
+            total = sum(b.nbytes + 2 * self.place.guard + 2 * PAGE for _, b in mine)
+            raw = torch.zeros(total, dtype=torch.uint8, device=self.place.of(mine[0][1]))
+            at = 0
+            for name, b in mine:
+                out[name] = self._slot(raw, at + self.place.guard, b)
+                at = out[name].end + self.place.guard
+        return {n: out[n] for n, _ in named}
 
     def _slot(self, raw: torch.Tensor, at: int, b: Buffer) -> Slot:
         """The buffer at the first page boundary of memory from `raw[at]` on, plus a random shift."""

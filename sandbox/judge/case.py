@@ -8,8 +8,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sandbox import artifact_store
 from sandbox.artifact import Artifact, Buffer
@@ -39,6 +42,25 @@ class Case:
 
     def buffers(self, *groups: str) -> tuple[Buffer, ...]:
         return tuple(b for b in self.workload.buffers if b.group in groups)
+
+    @cached_property
+    def ranks(self) -> int:
+        """GPUs that the job holds."""
+        return 1 + max((b.rank for b in self.workload.buffers), default=0)
+
+    def device_of(self, rank: int) -> str:
+        """torch's name of the device with a rank's buffers."""
+        find = getattr(self.device, "device_of", None)
+        return str(find(rank)) if find is not None else self.device.torch_device
+
+    def here(self, t: torch.Tensor) -> torch.Tensor:
+        """The tensor where the oracle works, which is rank 0's device."""
+        return t if self.ranks == 1 else t.to(self.device_of(0))
+
+    def copy(self, t: torch.Tensor) -> torch.Tensor:
+        """A copy of it there."""
+        moved = self.here(t)
+        return moved.clone() if moved is t else moved
 
     def group_bytes(self, *groups: str) -> int:
         return sum(b.nbytes for b in self.buffers(*groups))

@@ -151,7 +151,8 @@ class ChainCheck:
 
     def _judge(self, arm: PlanArm, lane: int, around: tuple[Tensors, Tensors]) -> None:
         before, after = around
-        weights = dict(self.lanes.weights[lane % self.lanes.sets])
+        weights = self.lanes.weights[lane % self.lanes.sets]
+        weights = {n: self.case.here(t) for n, t in weights.items()}
         states = {b.name: before[b.name] for b in self.case.buffers("states")}
         given = {**weights, **states, **self.lanes.given(lane)}
         where = Where(self._round, lane, f"chain of {arm.name}", self.case.axes)
@@ -179,7 +180,7 @@ class ChainCheck:
 
     def _copy(self, group: str, lane: int) -> Tensors:
         tensors = self.lanes.tensors(lane)
-        return {b.name: tensors[b.name].clone() for b in self.case.buffers(group)}
+        return {b.name: self.case.copy(tensors[b.name]) for b in self.case.buffers(group)}
 
     def _atomic(self, artifact: Artifact) -> bool:
         key = artifact.sha256

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from sandbox.artifact import Buffer
+from sandbox.artifact import Buffer, on_rank
 from sandbox.judge import bands, locate
 from sandbox.judge.bands import Errors
 from sandbox.judge.case import Case
@@ -63,8 +63,27 @@ class Checker:
         self.tied_rows += settled.rows
         failures = [f for b in self._judged() if (f := self._form(b, settled.expected, m))]
         if not failures:
-            failures = self._numbers(settled, m, band)
+            failures = self._numbers(settled, m, band) or self._unlike(m)
         return _first(failures) if failures else None
+
+    def _unlike(self, m: Moment) -> list[Failure]:
+        """Results that all ranks of a job must hold alike, bit for bit (`replicated` of the reference)."""
+        if self.case.ranks == 1:
+            return []
+        replicated = getattr(self.case.reference, "replicated", lambda w: ())
+        found = []
+        for name in replicated(self.case.workload):
+            for rank in range(1, self.case.ranks):
+                bad = bits(m.after[name]) != bits(m.after[on_rank(name, rank)])
+                if bool(bad.any()):
+                    at = locate.spell(locate.first_index(bad), m.where.names(name))
+                    text = (
+                        f"ranks 0 and {rank} hold different bits in {int(bad.sum())} elements of {name}, first at "
+                        f"{at} ({m.where.text()})"
+                    )
+                    where = {"tensor": name, "rank": rank, "phase": m.where.phase}
+                    found.append(Failure("ranks-differ", text, where))
+        return found
 
     def _judged(self) -> tuple[Buffer, ...]:
         return self.case.buffers("outputs", "states")

@@ -14,10 +14,17 @@ _KEY_WORDS = 1 << 23
 
 
 def checksums(tensors: Mapping[str, torch.Tensor], seed: int) -> dict[str, int]:
-    """name -> checksum; equal tensors under equal seeds have equal checksums. One wait for all of them."""
-    if not tensors:
-        return {}
-    device = next(iter(tensors.values())).device
+    """name -> checksum; equal tensors under equal seeds have equal checksums. One wait for all of a device."""
+    found: dict[str, int] = {}
+    for device in dict.fromkeys(t.device for t in tensors.values()):
+        mine = {n: t for n, t in tensors.items() if t.device == device}
+        found |= _on_device(mine, seed, device)
+    return {n: found[n] for n in tensors}
+
+
+def _on_device(
+    tensors: Mapping[str, torch.Tensor], seed: int, device: torch.device
+) -> dict[str, int]:
     most = max(t.numel() * t.element_size() for t in tensors.values())
     key = _key(min(_KEY_WORDS, most // 8 + 1), seed, device)
     sums = torch.stack([_one(t, key) for t in tensors.values()]).tolist()

@@ -74,6 +74,9 @@ def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict
     draft.findings += [*trial.findings, *program.findings()]
     with draft.phase("time"):
         timed = timing.run(built, trial.checker, draft, todo)
+    apart = getattr(device, "apart", None)
+    if case.ranks > 1 and apart is not None:
+        draft.profile["ranks"] = apart()
     with draft.phase("profile"):
         _profile(built, draft, disassembly)
     correctness = trial.result()

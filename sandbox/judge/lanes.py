@@ -28,7 +28,7 @@ DRAWN = 8
 def sets_needed(case: Case) -> int:
     """Copies of weights and states that exceed 4 x L2 together."""
     one = case.group_bytes("weights", "states")
-    wanted = ROTATE_OVER_L2 * case.device.facts().l2_bytes
+    wanted = ROTATE_OVER_L2 * case.device.facts().l2_bytes * case.ranks
     if one >= wanted or one == 0:
         return 1
     return min(MOST_SETS, -(-wanted // one))
@@ -44,8 +44,8 @@ class Lanes:
     states: Arena
     inputs: Arena
     outputs: Arena
-    _clean: dict[str, torch.Tensor] = field(default_factory=dict)
-    _flips: dict[str, torch.Tensor | None] | None = None
+    _clean: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    _flips: dict[str, vary.Masks | None] | None = None
 
     @property
     def sets(self) -> int:
@@ -66,7 +66,8 @@ class Lanes:
     def given(self, lane: int) -> Tensors:
         """Copies of the inputs of that lane. They must have been found unmodified (`inputs_digest`)."""
         return {
-            b.name: self.inputs[f"{lane}/{b.name}"].clone() for b in self.case.buffers("inputs")
+            b.name: self.case.copy(self.inputs[f"{lane}/{b.name}"])
+            for b in self.case.buffers("inputs")
         }
 
     def refresh(self, round_: int) -> None:
@@ -83,7 +84,10 @@ class Lanes:
                     vary.flip(arena, mask, self.case.seeds.of("flip", name, round_))
         kind = poison.CYCLE[round_ % 2]
         poison.fill(self.outputs.values(), kind, self.case.seeds.of("lane poison", round_))
-        self._clean = {"states": self.states.raw.clone(), "outputs": self.outputs.raw.clone()}
+        self._clean = {
+            "states": tuple(raw.clone() for raw in self.states.raws),
+            "outputs": tuple(raw.clone() for raw in self.outputs.raws),
+        }
 
     def _draw(self, round_: int) -> None:
         """States and first lanes from the reference; the others are those with other signs, where signs are free."""
@@ -93,6 +97,11 @@ class Lanes:
             copy_in(_Prefixed(self.states, f"{s}/"), made, case.buffers("states"))
         first = min(self.steps, DRAWN * self.sets)
         self._draw_inputs(round_, range(first))
+        if self._flips is None and case.ranks > 1:
+            self._flips = {
+                "inputs": None,
+                "states": None,
+            }  # ranks must keep in common what they have in common
         if self._flips is None:
             self._flips = {
                 "inputs": vary.free_signs(self.inputs, self.steps) if len(self.inputs) else None,
@@ -117,16 +126,22 @@ class Lanes:
 
     def restore(self) -> None:
         """States and outputs as `refresh` left them; enqueued, not waited for."""
-        self.states.raw.copy_(self._clean["states"])
-        self.outputs.raw.copy_(self._clean["outputs"])
+        for name, arena in (("states", self.states), ("outputs", self.outputs)):
+            for raw, clean in zip(arena.raws, self._clean[name], strict=True):
+                raw.copy_(clean)
 
     def digest(self) -> dict[str, int]:
         """Of all that a chain may write, guard zones included."""
         seed = self.case.seeds.of("lane digest")
-        return checksums({"states": self.states.raw, "outputs": self.outputs.raw}, seed)
+        raws = {**_named("states", self.states), **_named("outputs", self.outputs)}
+        return checksums(raws, seed)
 
     def inputs_digest(self) -> dict[str, int]:
-        return checksums({"inputs": self.inputs.raw}, self.case.seeds.of("lane inputs"))
+        return checksums(_named("inputs", self.inputs), self.case.seeds.of("lane inputs"))
+
+
+def _named(name: str, arena: Arena) -> dict[str, torch.Tensor]:
+    return {f"{name}@{rank}": raw for rank, raw in enumerate(arena.raws)}
 
 
 @dataclass(frozen=True)

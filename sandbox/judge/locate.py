@@ -36,7 +36,7 @@ class Where:
 
     def names(self, tensor: str) -> tuple[str, ...]:
         axes = self.axes or {}
-        words = [w for w in tensor.split(".") if not w.isdigit()]
+        words = [w for w in tensor.partition("@")[0].split(".") if not w.isdigit()]
         return axes.get(tensor) or axes.get(words[-1]) or ()
 
 

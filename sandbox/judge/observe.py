@@ -44,7 +44,7 @@ def observe(rig: Rig, inputs: Tensors, dirt: tuple[Poison, int], where: Where) -
 
 def _given(rig: Rig, inputs: Tensors, before: Tensors) -> Tensors:
     """For the oracle: the checked weights where they lie, and the judge's own copies of the rest."""
-    weights = {b.name: rig.arena[b.name] for b in rig.case.buffers("weights")}
+    weights = {b.name: rig.case.here(rig.arena[b.name]) for b in rig.case.buffers("weights")}
     return {**weights, **{b.name: before[b.name] for b in rig.case.buffers("states")}, **inputs}
 
 

@@ -34,8 +34,12 @@ def probe(trial: Trial) -> None:
         if i:
             fresh = trial.inputs(case.seeds.of("probe", "partial", i), 0)
             generator = torch.Generator().manual_seed(case.seeds.of("probe", "kept", i))
+            masks: dict[str, torch.Tensor] = {}
             for b in floats:
-                kept = torch.rand(b.shape, generator=generator) < share
+                name = b.name.partition("@")[0]  # ranks keep in common what they have in common
+                if name not in masks:
+                    masks[name] = torch.rand(b.shape, generator=generator) < share
+                kept = masks[name]
                 on = given[b.name].device
                 given[b.name] = torch.where(kept.to(on), given[b.name], fresh[b.name])
         rig.set_states(states)

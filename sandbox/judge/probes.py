@@ -207,11 +207,12 @@ def _ablations(trial: Trial) -> None:
     if not 1 < len(launches) <= MOST_ABLATIONS:
         return
     m, where = _moment(trial, "ablation")
-    idle = [
-        i
-        for i in range(len(launches))
-        if not _changes(rig, i, lambda r: again(r, m, ("random", 1), where), m)
-    ]
+    idle = []
+    for i in range(len(launches)):
+        if not _changes(rig, i, lambda r: again(r, m, ("random", 1), where), m):
+            idle.append(i)
+        if rig.case.ranks > 1:  # the ranks' mailboxes are out of step now
+            rig.renew()
     for i in idle:
         name = launches[i].kernel
         message = f"launch {i} ({name}) changes nothing: redundant, or a decoy"

@@ -28,7 +28,8 @@ def place_of(case: Case, label: str) -> Place:
     """Guard size by device, placement and guard bytes by secret seed."""
     guard = GUARD_CUDA if case.device.torch_device != "cpu" else GUARD_CPU
     choose = case.seeds.chooser("place", label)
-    return Place(case.device.torch_device, guard, choose, case.seeds.of("guard", label))
+    each = tuple(map(case.device_of, range(case.ranks))) if case.ranks > 1 else ()
+    return Place(case.device.torch_device, guard, choose, case.seeds.of("guard", label), each)
 
 
 def undefined_of(artifact: Artifact) -> frozenset[str]:
@@ -119,7 +120,7 @@ class Rig:
         self.check_guards(phase)
 
     def copy_out(self, *groups: str) -> Tensors:
-        return {b.name: self.arena[b.name].clone() for b in self.case.buffers(*groups)}
+        return {b.name: self.case.copy(self.arena[b.name]) for b in self.case.buffers(*groups)}
 
     def check_guards(self, phase: str) -> None:
         for arena in self.arenas:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from sandbox.judge import poison, probes, smallest
+from sandbox.judge import peers, poison, probes, smallest
 from sandbox.judge.atomics import float_atomics
 from sandbox.judge.checks import Band, Checker, Moment
 from sandbox.judge.ending import Ended
@@ -45,6 +45,7 @@ class Trial:
         for i in range(self.effort.seeds):
             self._seed(i)
         self._describe()
+        peers.probe(self)
         if self.effort.distributions:
             self._unusual(
                 self.rig.case.reference.distributions(self.rig.case.workload), "distribution"

@@ -10,26 +10,28 @@ import torch
 
 from sandbox.judge.arena import Arena
 
+Masks = tuple[torch.Tensor, ...]
+"""Over each of an arena's `raws`."""
 MIXED = 0.2
 """Least share of each sign that makes a tensor's signs free."""
 
 
-def free_signs(arena: Arena, prefixes: int) -> torch.Tensor | None:
-    """Mask over `arena.raw` of the sign bits that may flip; None if there are none.
+def free_signs(arena: Arena, prefixes: int) -> Masks | None:
+    """Masks over `arena.raws` of the sign bits that may flip; None if there are none.
 
     Names are `<i>/<buffer>` for i below `prefixes`; what holds for the first holds for all.
     """
     mixed = {n.split("/", 1)[1] for n in arena if n.startswith("0/") and _mixed(arena[n])}
     if not mixed:
         return None
-    mask = torch.zeros_like(arena.raw)
+    masks = {id(raw): torch.zeros_like(raw) for raw in arena.raws}
     for i in range(prefixes):
         for name in mixed:
             slot = arena.slot(f"{i}/{name}")
             size = slot.tensor.element_size()
             # the sign is the highest bit, little-endian: of the last byte
-            mask[slot.start : slot.end].view(-1, size)[:, -1] = 0x80
-    return mask
+            masks[id(slot.raw)][slot.start : slot.end].view(-1, size)[:, -1] = 0x80
+    return tuple(masks[id(raw)] for raw in arena.raws)
 
 
 def _mixed(t: torch.Tensor) -> bool:
@@ -40,8 +42,9 @@ def _mixed(t: torch.Tensor) -> bool:
     return min(negative, positive) >= MIXED
 
 
-def flip(arena: Arena, mask: torch.Tensor, seed: int) -> None:
-    """Flip a random half of the free signs. Guard zones are outside the mask."""
-    generator = torch.Generator(device=mask.device).manual_seed(seed & (2**62 - 1))
-    noise = torch.empty_like(mask).random_(0, 256, generator=generator)
-    arena.raw.bitwise_xor_(noise.bitwise_and_(mask))
+def flip(arena: Arena, masks: Masks, seed: int) -> None:
+    """Flip a random half of the free signs. Guard zones are outside the masks."""
+    for raw, mask in zip(arena.raws, masks, strict=True):
+        generator = torch.Generator(device=mask.device).manual_seed(seed & (2**62 - 1))
+        noise = torch.empty_like(mask).random_(0, 256, generator=generator)
+        raw.bitwise_xor_(noise.bitwise_and_(mask))

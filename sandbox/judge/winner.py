@@ -39,13 +39,20 @@ class Tools:
 
 
 def wants(job: JudgeJob, verdict: Verdict) -> bool:
-    return job.tier is Tier.PROMOTE and verdict.status is Status.PASSED
+    return job.tier is Tier.PROMOTE and verdict.status is Status.PASSED and not _several(verdict)
+
+
+def _several(verdict: Verdict) -> bool:
+    """Launches of several ranks wait for each other: none can be replayed alone under a tool."""
+    extra = verdict.device.get("extra")
+    return isinstance(extra, Mapping) and int(extra.get("ranks", 1)) > 1
 
 
 def counts(job: JudgeJob, verdict: Verdict) -> bool:
     """Whether Nsight Compute looks at it: winners, or with KERNELGEN_COUNTERS=all whatever has passed; `off`: none."""
     wanted = os.environ.get("KERNELGEN_COUNTERS", "winners")
     passed = verdict.status is Status.PASSED and job.timeline is None
+    passed = passed and not _several(verdict)
     return passed and (wanted == "all" or (wanted == "winners" and job.tier is Tier.PROMOTE))
 
 

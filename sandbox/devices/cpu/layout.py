@@ -70,6 +70,9 @@ C_FENCEVC = 560
 C_READVC = 568
 C_LANESYNC = 576
 C_PROFILE = 584  # per block of the grid: counters of its threads, or 0; 0 when no block is sampled
+C_SAVEDEFF = 592  # forced rounds: effects when the hash was kept, rounds since, and after how many it is kept anew
+C_SINCE = 600
+C_SPAN = 608
 C_BYTES = 640
 
 # --- BLOCK

@@ -452,13 +452,22 @@ def rt_force(ctx: i64) -> i64:
     if ld64(ctx + C_STATUS):
         return 1
     h = rt_waiting_hash(ctx)
-    still = before == rt_effects(ctx)
-    same = h == ld64(ctx + C_HASH) and still
-    st64(ctx + C_HASH, h)
+    effects = rt_effects(ctx)
+    still = before == effects
+    # a loop with several polls comes back to a state after several rounds: keep one and see whether it returns
+    same = h == ld64(ctx + C_HASH) and effects == ld64(ctx + C_SAVEDEFF)
+    st64(ctx + C_SINCE, ld64(ctx + C_SINCE) + 1)
     if advanced:
         st64(ctx + C_HASH, 0)
         st64(ctx + C_FORCED, 0)
+        st64(ctx + C_SINCE, 0)
+        st64(ctx + C_SPAN, 0)
         return 0
+    if same == 0 and ld64(ctx + C_SINCE) > ld64(ctx + C_SPAN):
+        st64(ctx + C_HASH, h)
+        st64(ctx + C_SAVEDEFF, effects)
+        st64(ctx + C_SPAN, ld64(ctx + C_SPAN) * 2 + 1)
+        st64(ctx + C_SINCE, 0)
     if same:
         return rt_fault(ctx, slot, ld64(slot + B_THREADS), H_DEADLOCK, -1, polls, 0) + 1
     # polls between which memory changes may be part of real work: they get more patience
