@@ -40,8 +40,8 @@ CHOICES = {
     "stages": (1, 2, 3, 4),
 }  # fmt: skip
 PLACES = (
-    "in_proj", "front", "up", "down", "o_proj", "shared_down", "latent_up", "kda", "attn_res", "select", "a_proj",
-    "q_b", "attention", "join", "query",
+    "in_proj", "front", "up", "down", "o_proj", "latent_up", "kda", "attn_res", "rank", "a_proj", "q_b", "attention",
+    "join", "query",
 )  # fmt: skip
 
 

@@ -58,9 +58,9 @@ class MixBaseline:
             w = layer_of(t, n).weights
             row = number // block - run.bank_old if opens else -1
             mix = parts.Mix(w["attn_res_norm"], w["attn_res_proj"], w["attn_norm"])
-            self._add(
-                self.make.attn_res(banks, mix, parts.Mixed(prefix, incoming, x, rows, row=row))
-            )
+            first = parts.Mixed(prefix, incoming, x, rows, row=row)
+            coming = w.get("in_proj", w.get("a_proj"))
+            self._add(self.make.attn_res(banks, mix, first, coming))
             prefix = t["outputs.prefix"]
             self._attention(n, kind, x, attn)
             mix = parts.Mix(w["mlp_res_norm"], w["mlp_res_proj"], w["mlp_norm"])
@@ -69,7 +69,8 @@ class MixBaseline:
                 if opens
                 else parts.Mixed(prefix, attn, x, rows)
             )
-            self._add(self.make.attn_res(banks, mix, second))
+            coming = w.get("shared_gate_up", w.get("dense_gate_up"))
+            self._add(self.make.attn_res(banks, mix, second, coming))
             self._ffn(n, ffn, x, delta)
             incoming = delta
         mix = parts.Mix(t["weights.out_res_norm"], t["weights.out_res_proj"], t["weights.out_norm"])

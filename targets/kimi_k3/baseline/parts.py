@@ -23,6 +23,8 @@ from targets.kimi_k3.sizes import EPS
 Launch = Callable[[], None]
 PDL = True
 """Join launches by programmatic dependent launch, where the device has it."""
+FETCH = 16 << 20
+"""Bytes of weights that a small launch asks into L2 for the next one: about what memory gives while it runs."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,21 @@ def _normed(norm: libraries.Norm, x: Tensor, weight: Tensor, out: Tensor) -> Lau
     return launch
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """What a launch's spare programs ask for: every `stride`-th 4 KB piece of `weights`, `chunks` in all."""
+
+    weights: Tensor
+    chunks: int
+    stride: int
+
+    def programs(self, t: Tile) -> int:
+        return cdiv(self.chunks, 32 * t.warps)
+
+    def constants(self, t: Tile) -> dict[str, int]:
+        return {"CHUNKS": self.chunks, "STRIDE": self.stride, "LANES": 32 * t.warps}
+
+
 class Maker:
     """Launches for one shape. `pdl`: programmatic dependent launch, on GPUs that have it."""
 
@@ -97,6 +114,14 @@ class Maker:
 
     def fixed(self, place: str) -> Tile:
         return tiles.fixed(place, self.mp)
+
+    def ahead(self, weights: Tensor | None, like: Tensor) -> Ahead:
+        """Up to about FETCH bytes of `weights` for the launch before; nothing where launches do not overlap."""
+        if weights is None or not self.pdl:
+            return Ahead(like, 0, 1)
+        size = weights.numel() * weights.element_size()
+        stride = max(1, round(size / FETCH))
+        return Ahead(weights, size // (4096 * stride), stride)
 
     def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Scratch that launches share; one of each name."""
@@ -179,15 +204,18 @@ class Maker:
         ends = PLAIN if remote is None else Ends("remote", remote=remote)
         return self.linear(place, operands, ends)
 
-    def attn_res(self, banks: Banks, mix: Mix, s: Mixed) -> Launch:
+    def attn_res(self, banks: Banks, mix: Mix, s: Mixed, coming: Tensor | None = None) -> Launch:
         hidden = self.shape.sizes.hidden
         product = mix.norm.float() * mix.proj.float()
         new = s.prefix if banks.new is None else banks.new
         old = s.prefix if banks.old is None else banks.old
         delta = s.prefix if s.delta is None else s.delta
-        args = (s.prefix, delta, banks.prefix, old, new, product, mix.out, s.out, EPS)
+        t, ahead = self.fixed("attn_res"), self.ahead(coming, s.out)
+        args = (
+            s.prefix, delta, banks.prefix, old, new, product, mix.out, s.out, EPS, ahead.weights, self.m,
+        )  # fmt: skip
         return self.launch(
-            rows.attn_res_kernel, (self.m,), args, self.fixed("attn_res"), H=hidden,
+            rows.attn_res_kernel, (self.m + ahead.programs(t),), args, t, **ahead.constants(t), H=hidden,
             BLOCK=power(hidden), OLD=banks.count_old, NEW=1 if banks.new is None else banks.new.shape[1],
             SOURCES=s.sources, ROW=s.row, ADD=s.delta is not None, CLOSING=s.closing,
             EARLY=s.early,
@@ -198,13 +226,14 @@ class Maker:
         y = self.buffer("kda_proj", self.m, s.in_proj_rows)
         o = self.buffer("kda_out", self.m, s.kda_dim)
         rate = torch.exp(w["A_log"].float())
+        t, ahead = self.fixed("kda"), self.ahead(w["o_proj"], o)
         args = (
             y, y.stride(0), w["f_b"], w["conv"], rate, w["dt_bias"], w["o_norm"], state["conv"], state["S"], slots, o,
-            EPS,
+            EPS, ahead.weights,
         )  # fmt: skip
         core = self.launch(
-            kda.kda_kernel, (s.kda_heads, self.m), args, self.fixed("kda"), HEADS=s.kda_heads, W=s.head_dim,
-            RANK=s.f_rank,
+            kda.kda_kernel, (s.kda_heads + ahead.programs(t), self.m), args, t, **ahead.constants(t),
+            HEADS=s.kda_heads, W=s.head_dim, RANK=s.f_rank,
         )  # fmt: skip
         core = self._recurrent(layer, (y, slots, o), core)
         last = self.reduced("o_proj", (o, w["o_proj"], out), layer.remote.get("attn"))
@@ -233,9 +262,9 @@ class Maker:
         return theirs if self._decided["kda"] else ours
 
     def splits(self) -> int:
-        """Shares of the context: enough to fill the GPU, at least a page each."""
+        """Shares of the context: enough to fill the GPU, two pages or more each."""
         p = self.shape
-        return max(1, min(p.pages_per_request, 2 * self.sms // self.m, 128))
+        return max(1, min(p.pages_per_request // 2, 2 * self.sms // self.m, 128))
 
     def mla(
         self, layer: Layer, paging: Mapping[str, Tensor], x: Tensor, out: Tensor
@@ -263,10 +292,11 @@ class Maker:
         sizes = {"HEADS": heads, "LORA": s.kv_lora}
         begin, end = self.fixed("query"), self.fixed("join")
         bc, bv = min(begin.bk, s.kv_lora), min(end.bn, s.v_dim)
+        ahead = self.ahead(w["o_proj"], o)
         first = self.launch(
-            mla.query_kernel, (heads * s.kv_lora // bc + 1, m),
-            (a, a.stride(0), w["kv_a_norm"], q, w["w_uk"], query, kv, paging["slot_mapping"], EPS), begin,
-            **sizes, LORA_Q=s.q_lora, NOPE=s.qk_nope, ROPE=s.qk_rope, BC=bc,
+            mla.query_kernel, (heads * s.kv_lora // bc + 1 + ahead.programs(begin), m),
+            (a, a.stride(0), w["kv_a_norm"], q, w["w_uk"], query, kv, paging["slot_mapping"], EPS, ahead.weights),
+            begin, **ahead.constants(begin), **sizes, LORA_Q=s.q_lora, NOPE=s.qk_nope, ROPE=s.qk_rope, BC=bc,
         )  # fmt: skip
         second = self.launch(
             mla.attention_kernel, (splits, m),
@@ -326,7 +356,7 @@ class Maker:
         logits = self.buffer("logits", m, w["router"].shape[0], dtype=torch.float32)
         latent = self.buffer("latent", m, s.latent)
         hidden = self.buffer("shared_hidden", m, s.shared_dim)
-        weights = self.buffer("routed", m, s.topk)
+        scores = self.buffer("scores", m, s.topk, dtype=torch.float32)
         z = self.buffer("experts_sum", m, s.latent)
         own = w["latent_up"].shape[0]
         shared = self.buffer("shared", m, own)
@@ -336,35 +366,64 @@ class Maker:
         join = Ends("addend", addend=shared, tail=layer.remote.get("delta"), norm=w["latent_norm"])
         return [
             self._front(layer, x, (logits, latent, hidden)),
-            self._select(layer, logits, (ids, weights)),
-            # beside the selection, which is one program a row: most of its weights arrive meanwhile
-            self.linear("shared_down", (hidden, w["shared_down"], shared), ends),
-            *self._experts(layer, (latent, ids, weights), z),
+            self._rank(layer, logits, (ids, scores)),
+            self._middle(layer, (latent, ids), (hidden, w["shared_down"], shared), ends),
+            self._down(layer, (ids, scores), z),
             *self.normed_linear("latent_up", (z, w["latent_up"], out), join),
         ]
 
-    def _experts(
-        self, layer: Layer, given: tuple[Tensor, Tensor, Tensor], z: Tensor
-    ) -> list[Launch]:
+    def _rank(self, layer: Layer, logits: Tensor, out: tuple[Tensor, Tensor]) -> Launch:
+        s, t = self.shape.sizes, self.fixed("rank")
+        ahead = self.ahead(layer.weights["shared_down"], logits)
+        remote = layer.remote.get("logits", logits)
+        places = cdiv(s.experts, t.bn)
+        args = (logits, remote, layer.weights["router_bias"], *out, ahead.weights)
+        return self.launch(
+            rows.rank_kernel, (places + ahead.programs(t), self.m), args, t, **ahead.constants(t), EXPERTS=s.experts,
+            OWN=logits.shape[1], BLOCK=power(s.experts), BE=t.bn, BO=min(t.bk, power(s.experts)), TOPK=s.topk,
+            PLACES=places,
+        )  # fmt: skip
+
+    def _middle(
+        self, layer: Layer, given: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor, Tensor], ends: Ends
+    ) -> Launch:  # fmt: skip
+        """The experts' first half and the shared expert's second: neither waits for the other."""
         s, w, m = self.shape.sizes, layer.weights, self.m
-        latent, ids, weights = given
+        latent, ids = given
+        x, down, y = shared
         hidden = self.buffer("expert_hidden", m, s.topk, s.expert_dim)
-        codes = {name: w[name].view(torch.int32) for name in ("w1", "w2", "w3")}
-        up, down = self.fixed("up"), self.fixed("down")
+        up = self.fixed("up")
+        n, k = down.shape
+        # one number of warps for both halves: the product's tile keeps its shape
+        t = tiles.product("shared_down", (n, k), self.mp)
         bw = min(up.bk, s.latent // 8 & -(s.latent // 8))
-        first = self.launch(
-            experts.up_kernel, (s.expert_dim // up.bn, s.topk, m),
-            (latent, ids, codes["w1"], w["w1_scale"], codes["w3"], w["w3_scale"], hidden), up, TOPK=s.topk,
-            ROWS=s.expert_dim, K=s.latent, BN=up.bn, BW=bw,
+        remote, send = (y if e is None else e for e in (ends.remote, ends.send))
+        args = (
+            latent, ids, w["w1"].view(torch.int32), w["w1_scale"], w["w3"].view(torch.int32), w["w3_scale"], hidden,
+            x, down, y, remote, send,
         )  # fmt: skip
+        grid = (m * s.topk * s.expert_dim // up.bn + cdiv(n, t.bn),)
+        return self.launch(
+            experts.middle_kernel, grid, args, up, M=m, MP=self.mp, TOPK=s.topk, ROWS=s.expert_dim, K=s.latent,
+            BN=up.bn, BW=bw, N=n, SHARED=k, BR=t.bn, BK=t.bk, MODE=ends.mode, OWN=ends.own,
+        )  # fmt: skip
+
+    def _down(self, layer: Layer, given: tuple[Tensor, Tensor], z: Tensor) -> Launch:
+        s, w, m = self.shape.sizes, layer.weights, self.m
+        ids, scores = given
+        hidden = self.buffer("expert_hidden", m, s.topk, s.expert_dim)
+        t, ahead = self.fixed("down"), self.ahead(w["latent_up"], z)
         remote = layer.remote.get("moe")
-        bw = min(down.bk, s.expert_dim // 8 & -(s.expert_dim // 8))
-        second = self.launch(
-            experts.down_kernel, (s.latent // down.bn, m),
-            (hidden, ids, weights, codes["w2"], w["w2_scale"], z if remote is None else remote, z), down, TOPK=s.topk,
-            ROWS=s.latent, K=s.expert_dim, BN=down.bn, BW=bw, REMOTE=remote is not None,
+        bw = min(t.bk, s.expert_dim // 8 & -(s.expert_dim // 8))
+        args = (
+            hidden, ids, scores, w["w2"].view(torch.int32), w["w2_scale"], z if remote is None else remote, z,
+            ahead.weights,
         )  # fmt: skip
-        return [first, second]
+        blocks = s.latent // t.bn
+        return self.launch(
+            experts.down_kernel, (blocks + ahead.programs(t), m), args, t, **ahead.constants(t), TOPK=s.topk,
+            ROWS=s.latent, K=s.expert_dim, BN=t.bn, BW=bw, REMOTE=remote is not None, BLOCKS=blocks,
+        )  # fmt: skip
 
     def dense(self, layer: Layer, x: Tensor, out: Tensor) -> list[Launch]:
         s, w = self.shape.sizes, layer.weights

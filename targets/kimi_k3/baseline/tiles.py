@@ -28,11 +28,12 @@ MEASURED: dict[tuple[str, int], Tile] = {}
 
 FIXED = {
     "attn_res": Tile(1, 1, 16),
-    "select": Tile(1, 1, 1),
+    "select": Tile(1, 1, 4),
+    "rank": Tile(32, 128, 4),
     "kda": Tile(1, 1, 8),
     "query": Tile(1, 64, 4),
     "attention": Tile(1, 1, 4, 2),
-    "join": Tile(32, 8, 8),
+    "join": Tile(32, 16, 8),
     "up": Tile(16, 64, 4),
     "down": Tile(8, 16, 4),
 }
@@ -60,7 +61,9 @@ def product(place: str, shape: tuple[int, int], mp: int) -> Tile:
         return MEASURED[place, mp]
     n, k = shape
     if mp == 1:
-        bk = power(k) if k <= 4096 else 1024
-        return Tile(max(1, 8192 // bk), bk)
+        if place == "front":
+            return Tile(4, 512)
+        bk = power(k) if k <= 1024 else 1024
+        return Tile(4, bk)
     bk = min(256 if mp <= 32 else 128, power(k))
     return Tile(32 if n > 2048 else 16, bk)

@@ -20,6 +20,18 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def fetch(weights, program, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr):
+    """Ask for 4 KB pieces of what a later launch reads to be in L2: every STRIDE-th piece, CHUNKS in all, LANES a
+    program. Nothing waits for them."""
+    i = program * LANES + tl.arange(0, LANES)
+    at = weights.to(tl.int64) + i.to(tl.int64) * (STRIDE * 4096)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0; }",
+        "=r,l,r", [at, (i < CHUNKS).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 

@@ -12,9 +12,11 @@ from targets.kimi_k3.baseline.kernels.common import (
     begin,
     bf,
     decode,
+    fetch,
     group_scale,
     situ,
 )
+from targets.kimi_k3.baseline.kernels.products import linear_rows
 
 
 @triton.jit
@@ -40,22 +42,45 @@ def dot_both(first, second, x, PLANE: tl.constexpr):
 
 
 @triton.jit
-def up_kernel(
-    latent, ids, w1, s1, w3, s3, hidden,
+def middle_kernel(
+    latent, ids, w1, s1, w3, s3, hidden, x, w, y, remote, send,
+    M: tl.constexpr, MP: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
+    BW: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, MODE: tl.constexpr,
+    OWN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The experts' first half, and beside it the shared expert's second half y = W x as `linear_kernel` has it.
+
+    Grid (M * TOPK * ROWS / BN + N / BR): the experts' programs first.
+    """
+    pid = tl.program_id(0)
+    parts: tl.constexpr = ROWS // BN
+    if pid < parts * TOPK * M:
+        pair = pid // parts
+        up_rows(latent, ids, w1, s1, w3, s3, hidden, pid % parts, pair, TOPK, ROWS, K, BN, BW, PDL)
+    else:
+        block = pid - parts * TOPK * M
+        linear_rows(
+            x, SHARED, x, 0.0, w, y, N if MODE == "plain" else OWN, remote, send, x, block, M, MP, N, SHARED, BR, BK,
+            False, MODE, OWN, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def up_rows(
+    latent, ids, w1, s1, w3, s3, hidden, block, pair,
     TOPK: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [M, TOPK, 8 planes of ROWS / 8] = bf(SiTU(w1 l, w3 l)); latent bf16 [M, 8 planes of K / 8].
 
     w1, w3 i32 [experts, ROWS, K / 8]; s1, s3 u8 [experts, ROWS, K / 32]. The next tile is on its way while one is
-    multiplied. Grid (ROWS / BN, TOPK, M)."""
-    slot = tl.program_id(1)
-    m = tl.program_id(2)
+    multiplied. This is a block of BN rows of one pair (row m, slot)."""
+    m = pair // TOPK
     WORDS: tl.constexpr = K // 8
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = block * BN + tl.arange(0, BN)
     j = tl.arange(0, BW)
     g = tl.arange(0, BW // 4)
     begin(PDL)
-    row = tl.load(ids + m * TOPK + slot) * ROWS + n
+    row = tl.load(ids + pair) * ROWS + n
     at = row[:, None] * WORDS + j[None, :]
     scale = row[:, None] * (WORDS // 4) + g[None, :]
     first = tl.load(w1 + at, eviction_policy="evict_first")
@@ -78,21 +103,28 @@ def up_kernel(
         a, b = dot_both(now1, now3, latent + m * K + (k + j)[None, :], WORDS)
         gate += tl.sum(tl.reshape(a, [BN, BW // 4, 4]), 2) * by1
         up += tl.sum(tl.reshape(b, [BN, BW // 4, 4]), 2) * by3
-    to = hidden + (m * TOPK + slot) * ROWS + n % 8 * (ROWS // 8) + n // 8
+    to = hidden + pair * ROWS + n % 8 * (ROWS // 8) + n // 8
     tl.store(to, situ(tl.sum(gate, 1), tl.sum(up, 1)).to(tl.bfloat16))
 
 
 @triton.jit
 def down_kernel(
-    hidden, ids, weights, w2, s2, remote, z,
+    hidden, ids, scores, w2, s2, remote, z, ahead,
     TOPK: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    REMOTE: tl.constexpr, PDL: tl.constexpr,
+    REMOTE: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """z bf16 [M, ROWS] = bf(bf(sum over slots of weight * bf(w2 h)) + remote f32); hidden as `up_kernel` leaves it.
+    """z bf16 [M, ROWS] = bf(bf(sum over slots of weight * bf(w2 h)) + remote f32); hidden as `up_rows` leaves it,
+    weight = bf(score / sum of scores).
 
     A tile is [BN, TOPK, BW] words of w2 i32 [experts, ROWS, K / 8]: rows outside, so that a thread meets one slot's
-    values with several of them. Grid (ROWS / BN, M)."""
+    values with several of them. Grid (BLOCKS, M), BLOCKS of ROWS / BN, with CHUNKS > 0 more that fetch `ahead`."""
     m = tl.program_id(1)
+    if CHUNKS > 0:
+        if tl.program_id(0) >= BLOCKS:
+            if m == 0:
+                fetch(ahead, tl.program_id(0) - BLOCKS, CHUNKS, STRIDE, LANES)
+            return
     WORDS: tl.constexpr = K // 8
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     slot = tl.arange(0, TOPK)
@@ -109,7 +141,8 @@ def down_kernel(
         by = group_scale(tl.load(s2 + scale + k // 4))
         f = dot_words(words, x + k, WORDS)
         total += tl.sum(tl.reshape(f, [BN, TOPK, BW // 4, 4]), 3) * by
-    share = tl.load(weights + m * TOPK + slot).to(tl.float32)
+    score = tl.load(scores + m * TOPK + slot)
+    share = bf(score / (tl.sum(score, 0) + 1e-20))
     y = tl.sum(bf(tl.sum(total, 2)) * share[None, :], 1)
     if REMOTE:
         y = bf(y) + tl.load(remote + m * ROWS + n)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from targets.kimi_k3.baseline.kernels.common import begin, bf, sigmoid
+from targets.kimi_k3.baseline.kernels.common import begin, bf, fetch, sigmoid
 
 
 @triton.jit
@@ -34,16 +34,23 @@ def moved_on(taps, channel, x, live, D3: tl.constexpr):
 
 @triton.jit
 def kda_kernel(
-    y, y_stride, f_b, conv, rate, dt_bias, o_norm, taps, states, slots, out, eps,
-    HEADS: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, PDL: tl.constexpr,
+    y, y_stride, f_b, conv, rate, dt_bias, o_norm, taps, states, slots, out, eps, ahead,
+    HEADS: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr,
+    LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y bf16 [M, q | k | v | g | f_a | b]; taps bf16 [slots, 3, 3 D], states f32 [slots, HEADS, V, K], W wide;
-    rate f32 = exp(A_log). out bf16 [M, D]; a slot <= 0 gets zeros and keeps its state. Grid (HEADS, M).
+    rate f32 = exp(A_log). out bf16 [M, D]; a slot <= 0 gets zeros and keeps its state. Grid (HEADS, M), with
+    CHUNKS > 0 more columns that fetch `ahead`.
 
     All that the launch before does not write is read while it runs: weights, the state, the history.
     """
     h = tl.program_id(0)
     m = tl.program_id(1)
+    if CHUNKS > 0:
+        if h >= HEADS:
+            if m == 0:
+                fetch(ahead, h - HEADS, CHUNKS, STRIDE, LANES)
+            return
     D: tl.constexpr = HEADS * W
     i = tl.arange(0, W)
     j = tl.arange(0, RANK)

@@ -3,20 +3,26 @@
 import triton
 import triton.language as tl
 
-from targets.kimi_k3.baseline.kernels.common import begin, bf, sigmoid
+from targets.kimi_k3.baseline.kernels.common import begin, bf, fetch, sigmoid
 
 
 @triton.jit
 def query_kernel(
-    a, a_stride, kv_norm, q, w_uk, query, kv, mapping, eps,
+    a, a_stride, kv_norm, q, w_uk, query, kv, mapping, eps, ahead,
     HEADS: tl.constexpr, LORA_Q: tl.constexpr, LORA: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    BC: tl.constexpr, PDL: tl.constexpr,
+    BC: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """query bf16 [M, HEADS, LORA + ROPE] = [bf(q_nope W_UK) | q_pe] from q bf16 [M, HEADS, NOPE + ROPE]; the last
-    program of a row inserts its cache row at mapping[m] (negative: not). Grid (HEADS * LORA / BC + 1, M)."""
+    program of a row inserts its cache row at mapping[m] (negative: not). Grid (HEADS * LORA / BC + 1, M),
+    with CHUNKS > 0 more columns that fetch `ahead`."""
     pid = tl.program_id(0)
     m = tl.program_id(1)
     parts: tl.constexpr = LORA // BC
+    if CHUNKS > 0:
+        if pid > HEADS * parts:
+            if m == 0:
+                fetch(ahead, pid - HEADS * parts - 1, CHUNKS, STRIDE, LANES)
+            return
     WIDTH: tl.constexpr = LORA + ROPE
     r = tl.arange(0, ROPE)
     if pid < HEADS * parts:

@@ -22,6 +22,13 @@ def load_w(w, rows, cols, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def load_ahead(w, rows, cols, K: tl.constexpr):
+    """The tile after next: nothing is read beyond K."""
+    at = w + rows[:, None] * K + cols[None, :]
+    return tl.load(at, mask=(cols < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def load_x(x, stride, cols, M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr):
     """[MP, BK] of x bf16 [M, >= K]; zero beyond the last row and beyond K."""
     m = tl.arange(0, MP)
@@ -65,6 +72,8 @@ def product(
     """[BN, MP] f32: the rows of W times x, normalised first with NORM. Waits for the launch before."""
     cols = tl.arange(0, BK)
     first = load_w(w, rows, cols, K, BK)
+    if MP == 1 and K > BK:
+        second = load_w(w, rows, cols + BK, K, BK)
     begin(PDL)
     if NORM:
         scale = row_scale(x, stride, eps, M, MP, K, BK)
@@ -73,11 +82,20 @@ def product(
     if NORM:
         tile = normed(tile, scale, norm, cols, K)
     acc = multiply(acc, first, tile, MP)
-    for k in range(BK, K, BK):
-        tile = load_x(x, stride, cols + k, M, MP, K)
-        if NORM:
-            tile = normed(tile, scale, norm, cols + k, K)
-        acc = multiply(acc, load_w(w, rows, cols + k, K, BK), tile, MP)
+    if MP == 1 and K > BK:
+        for k in range(BK, K, BK):
+            tile = load_x(x, stride, cols + k, M, MP, K)
+            if NORM:
+                tile = normed(tile, scale, norm, cols + k, K)
+            now = second
+            second = load_ahead(w, rows, cols + k + BK, K)
+            acc = multiply(acc, now, tile, MP)
+    elif K > BK:
+        for k in range(BK, K, BK):
+            tile = load_x(x, stride, cols + k, M, MP, K)
+            if NORM:
+                tile = normed(tile, scale, norm, cols + k, K)
+            acc = multiply(acc, load_w(w, rows, cols + k, K, BK), tile, MP)
     if MP == 1:
         acc = tl.sum(acc, 1)[:, None]
     return acc
@@ -94,14 +112,27 @@ def gated_product(
     wide: tl.constexpr = BK if MP == 1 else MP
     first_gate = load_w(w, gate, cols, K, BK)
     first_up = load_w(w, up, cols, K, BK)
+    if MP == 1 and K > BK:
+        next_gate = load_w(w, gate, cols + BK, K, BK)
+        next_up = load_w(w, up, cols + BK, K, BK)
     begin(PDL)
     tile = load_x(x, stride, cols, M, MP, K)
     g = multiply(tl.zeros([BN, wide], dtype=tl.float32), first_gate, tile, MP)
     u = multiply(tl.zeros([BN, wide], dtype=tl.float32), first_up, tile, MP)
-    for k in range(BK, K, BK):
-        tile = load_x(x, stride, cols + k, M, MP, K)
-        g = multiply(g, load_w(w, gate, cols + k, K, BK), tile, MP)
-        u = multiply(u, load_w(w, up, cols + k, K, BK), tile, MP)
+    if MP == 1 and K > BK:
+        for k in range(BK, K, BK):
+            tile = load_x(x, stride, cols + k, M, MP, K)
+            now_gate = next_gate
+            now_up = next_up
+            next_gate = load_ahead(w, gate, cols + k + BK, K)
+            next_up = load_ahead(w, up, cols + k + BK, K)
+            g = multiply(g, now_gate, tile, MP)
+            u = multiply(u, now_up, tile, MP)
+    elif K > BK:
+        for k in range(BK, K, BK):
+            tile = load_x(x, stride, cols + k, M, MP, K)
+            g = multiply(g, load_w(w, gate, cols + k, K, BK), tile, MP)
+            u = multiply(u, load_w(w, up, cols + k, K, BK), tile, MP)
     if MP == 1:
         g = tl.sum(g, 1)[:, None]
         u = tl.sum(u, 1)[:, None]
@@ -126,6 +157,33 @@ def copy_columns(
 
 
 @triton.jit
+def linear_rows(
+    x, stride, norm, eps, w, y, y_stride, remote, send, addend, pid,
+    M: tl.constexpr, MP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    NORM: tl.constexpr, MODE: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Block `pid` of `linear_kernel`."""
+    n = pid * BN + tl.arange(0, BN)
+    rows = tl.minimum(n, N - 1)
+    acc = product(x, stride, norm, eps, w, rows, M, MP, K, BN, BK, NORM, PDL)
+    m = tl.arange(0, MP)
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    at = m[None, :] * y_stride + n[:, None]
+    if MODE == "remote":
+        acc = bf(acc) + tl.load(remote + m[None, :] * N + n[:, None], mask=mask, other=0.0)
+    if MODE == "addend":
+        other = tl.load(addend + m[None, :] * N + n[:, None], mask=mask, other=0.0)
+        acc = bf(acc) + other.to(tl.float32)
+    if MODE == "split":
+        theirs = mask & (n >= OWN)[:, None]
+        to = send + m[None, :] * (N - OWN) + n[:, None] - OWN
+        tl.store(to, acc.to(tl.bfloat16), mask=theirs)
+        mask = mask & (n < OWN)[:, None]
+        acc = bf(acc) + tl.load(remote + m[None, :] * OWN + n[:, None], mask=mask, other=0.0)
+    tl.store(y + at, acc.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
 def linear_kernel(
     x, stride, norm, eps, w, y, y_stride, remote, send, addend, tail,
     M: tl.constexpr, MP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -141,24 +199,9 @@ def linear_kernel(
             begin(PDL)
             copy_columns(tail, y, pid, blocks, y_stride, N, TAIL, 1024, 1, N + TAIL)
     if pid < blocks:
-        n = pid * BN + tl.arange(0, BN)
-        rows = tl.minimum(n, N - 1)
-        acc = product(x, stride, norm, eps, w, rows, M, MP, K, BN, BK, NORM, PDL)
-        m = tl.arange(0, MP)
-        mask = (n < N)[:, None] & (m < M)[None, :]
-        at = m[None, :] * y_stride + n[:, None]
-        if MODE == "remote":
-            acc = bf(acc) + tl.load(remote + m[None, :] * N + n[:, None], mask=mask, other=0.0)
-        if MODE == "addend":
-            other = tl.load(addend + m[None, :] * N + n[:, None], mask=mask, other=0.0)
-            acc = bf(acc) + other.to(tl.float32)
-        if MODE == "split":
-            theirs = mask & (n >= OWN)[:, None]
-            to = send + m[None, :] * (N - OWN) + n[:, None] - OWN
-            tl.store(to, acc.to(tl.bfloat16), mask=theirs)
-            mask = mask & (n < OWN)[:, None]
-            acc = bf(acc) + tl.load(remote + m[None, :] * OWN + n[:, None], mask=mask, other=0.0)
-        tl.store(y + at, acc.to(tl.bfloat16), mask=mask)
+        linear_rows(
+            x, stride, norm, eps, w, y, y_stride, remote, send, addend, pid, M, MP, N, K, BN, BK, NORM, MODE, OWN, PDL
+        )  # fmt: skip
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from targets.kimi_k3.baseline.kernels.common import begin, bf, sigmoid
+from targets.kimi_k3.baseline.kernels.common import begin, bf, fetch, sigmoid
 
 
 @triton.jit
@@ -35,17 +35,22 @@ def absorb_bank(
 
 @triton.jit
 def attn_res_kernel(
-    prefix, delta, prefix_out, old, new, mix, norm, out, eps,
+    prefix, delta, prefix_out, old, new, mix, norm, out, eps, ahead, M,
     H: tl.constexpr, BLOCK: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, SOURCES: tl.constexpr,
-    ROW: tl.constexpr, ADD: tl.constexpr, CLOSING: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    ROW: tl.constexpr, ADD: tl.constexpr, CLOSING: tl.constexpr, EARLY: tl.constexpr, CHUNKS: tl.constexpr,
+    STRIDE: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """P = bf(prefix + delta) with ADD, else prefix; stored, and to row ROW of the new bank rows if it is >= 0.
 
     out = bf(RMS(m; norm)), m the mix of SOURCES bank rows (OLD earlier ones, then new ones) and P; CLOSING rounds m
     first. `mix` is f32 norm * proj. EARLY: the launch before writes no bank row, so they are mixed while it runs.
-    Grid (M).
+    Grid (M), with CHUNKS > 0 more programs that fetch `ahead`.
     """
     m = tl.program_id(0)
+    if CHUNKS > 0:
+        if m >= M:
+            fetch(ahead, m - M, CHUNKS, STRIDE, LANES)
+            return
     c = tl.arange(0, BLOCK)
     mask = c < H
     weight = tl.load(mix + c, mask=mask, other=0.0)
@@ -106,18 +111,7 @@ def select_kernel(
     lane = tl.arange(0, TP)
     offset = tl.load(bias + e, mask=e < EXPERTS, other=0.0)
     begin(PDL)
-    x = tl.load(logits + m * OWN + e, mask=e < OWN, other=0.0)
-    if OWN < EXPERTS:
-        theirs = (e >= OWN) & (e < EXPERTS)
-        x += tl.load(remote + m * (EXPERTS - OWN) + e - OWN, mask=theirs, other=0.0)
-    s = sigmoid(x)
-    z = s + offset
-    bad = z != z
-    s = tl.where(bad, 0.0, s)
-    bits = tl.cast(tl.where(bad, -float("inf"), z) + 0.0, tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = (order.to(tl.int64) << 32) | (BLOCK - 1 - e).to(tl.int64)
-    key = tl.where(e < EXPERTS, key, -9223372036854775807)
+    s, key = expert_key(logits, remote, m, e, offset, EXPERTS, OWN, BLOCK)
     chosen = tl.zeros([TP], dtype=tl.int32)
     score = tl.zeros([TP], dtype=tl.float32)
     for rank in tl.static_range(TOPK):
@@ -130,3 +124,56 @@ def select_kernel(
     share = score / (tl.sum(score, 0) + 1e-20)
     tl.store(ids + m * TOPK + lane, chosen, mask=lane < TOPK)
     tl.store(weights + m * TOPK + lane, share.to(tl.bfloat16), mask=lane < TOPK)
+
+
+@triton.jit
+def rank_kernel(
+    logits, remote, bias, ids, scores, ahead,
+    EXPERTS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, BE: tl.constexpr, BO: tl.constexpr,
+    TOPK: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `select_kernel`, by counting for BE experts how many come before each; scores f32 [M, TOPK] are sg(logit).
+
+    Grid (PLACES, M), PLACES of EXPERTS / BE, with CHUNKS > 0 more programs that fetch `ahead`.
+    """
+    pid = tl.program_id(0)
+    m = tl.program_id(1)
+    if CHUNKS > 0:
+        if pid >= PLACES:
+            if m == 0:
+                fetch(ahead, pid - PLACES, CHUNKS, STRIDE, LANES)
+            return
+    e = pid * BE + tl.arange(0, BE)
+    offset = tl.load(bias + e, mask=e < EXPERTS, other=0.0)
+    begin(PDL)
+    s, key = expert_key(logits, remote, m, e, offset, EXPERTS, OWN, BLOCK)
+    before = tl.zeros([BE, BO], dtype=tl.int32)
+    for first in tl.static_range(0, BLOCK, BO):
+        o = first + tl.arange(0, BO)
+        theirs = tl.load(bias + o, mask=o < EXPERTS, other=0.0)
+        _, other = expert_key(logits, remote, m, o, theirs, EXPERTS, OWN, BLOCK)
+        before += (other[None, :] > key[:, None]).to(tl.int32)
+    rank = tl.sum(before, 1)
+    chosen = (rank < TOPK) & (e < EXPERTS)
+    tl.store(ids + m * TOPK + rank, e, mask=chosen)
+    tl.store(scores + m * TOPK + rank, s, mask=chosen)
+
+
+@triton.jit
+def expert_key(
+    logits, remote, m, e, offset, EXPERTS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """sg(logit) of experts e, and a number that orders them: by sg(logit) + offset, then the lower id, NaN last."""
+    x = tl.load(logits + m * OWN + e, mask=e < OWN, other=0.0)
+    if OWN < EXPERTS:
+        theirs = (e >= OWN) & (e < EXPERTS)
+        x += tl.load(remote + m * (EXPERTS - OWN) + e - OWN, mask=theirs, other=0.0)
+    s = sigmoid(x)
+    z = s + offset
+    bad = z != z
+    s = tl.where(bad, 0.0, s)
+    bits = tl.cast(tl.where(bad, -float("inf"), z) + 0.0, tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = (order.to(tl.int64) << 32) | (BLOCK - 1 - e).to(tl.int64)
+    return s, tl.where(e < EXPERTS, key, -9223372036854775807)
