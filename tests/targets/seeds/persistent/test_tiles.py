@@ -1,58 +1,78 @@
-"""Tiles of sixteen rows in the ring: every column has one thread, and lanes that read together meet all banks."""
+"""The tile kernel: its plan covers every column once and fits a GPU; its numbers, step after step, on the cpu device."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from targets.kimi_k3.seeds.persistent.plan import Tiles
+from sandbox import artifact_store
+from sandbox.compile_client import CompileClient
+from sandbox.jobs import CompileJob
+from targets.kimi_k3.seeds import persistent
+from targets.kimi_k3.seeds.persistent.tile_plan import SHARED_MEMORY, Tile, TileOp, refuse_others_tiles
+from tests.targets.seeds.harness import Case
+from tests.targets.seeds.persistent.test_numbers import verify
 
-SIZES = (32, 96, 256, 512, 1536, 3584, 7168, 768, 704)
-
-
-def columns(g: Tiles) -> list[int]:
-    """As `tensor.column` and `tensor.further` deal vectors of eight columns to warps and lanes."""
-    found = []
-    for warp in range(g.width):
-        for q in range(4):
-            for v in range(g.vectors):
-                found.append(warp * 4 * g.per + q + (v // g.per * g.piece + v % g.per) * 4)
-    return found
+PART = "latent-moe-tiles"
 
 
-@pytest.mark.parametrize("k", SIZES)
-@pytest.mark.parametrize(("warps", "stage"), [(14, 29696), (14, 15360), (7, 29696), (8, 28672)])
-def test_every_vector_of_a_row_has_one_thread_and_a_slice_fits(
-    k: int, warps: int, stage: int
-) -> None:
-    g = Tiles(k, warps, stage)
-    assert sorted(columns(g)) == list(range(k // 8))
-    assert g.ROWS * g.pitch <= stage and g.piece_bytes <= g.pitch
-    assert g.piece_bytes % 16 == 0 and g.pitch % 16 == 0
-    assert g.width <= warps and g.slices * g.piece_bytes == g.row_bytes
+def full(rows: int, **other: object) -> SimpleNamespace:
+    sizes = dict(
+        rows=rows, hidden=7168, hidden_local=896, latent=3584, latent_rows=448, router_rows=896, experts=896, topk=16,
+        expert_dim=384, shared_dim=768, layers=12, ranks=8, experts_format="mxfp4",
+    )  # fmt: skip
+    return SimpleNamespace(**{**sizes, **other})
 
 
-@pytest.mark.parametrize("k", SIZES)
-def test_eight_lanes_read_from_all_banks(k: int) -> None:
-    """A quarter of a warp reads 16 bytes a lane at once: four lanes of a row, four of the next."""
-    g = Tiles(k, 14, 29696)
-    banks = [
-        (row * g.pitch + 16 * q + 4 * word) // 4 % 32
-        for row in (0, 1)
-        for q in range(4)
-        for word in range(4)
-    ]
-    assert sorted(banks) == list(range(32))
+@pytest.mark.parametrize("k, height", [(7168, 8), (7168, 16), (768, 16), (3584, 8), (512, 8), (256, 16), (192, 8)])
+def test_every_column_of_a_tile_belongs_to_one_warp(k: int, height: int) -> None:
+    g = Tile(k, 14, height)
+    seen = [
+        (s * g.wide * g.active * 2 + (j // 2 * g.active * 2 + warp * 2 + j % 2)) * 32
+        for s in range(g.slices) for j in range(2 * g.wide) for warp in range(g.active)
+    ]  # fmt: skip
+    assert sorted(seen) == list(range(0, k, 32))
+    assert g.slices * g.piece == 2 * k and g.piece % 16 == 0
 
 
-def test_the_widths_of_the_model_use_the_ring_well() -> None:
-    """At tp8 nine tenths of a stage are weights."""
-    for k in (7168, 3584):
-        g = Tiles(k, 14, 29696)
-        assert (g.width, g.ROWS * g.piece_bytes > 0.9 * 29696) == (14, True)
+def test_tiles_of_both_heights_take_the_same_registers_of_x() -> None:
+    """Register 2 (s wide + half) + i holds columns that both heights multiply by it."""
+    eight, sixteen = Tile(7168, 14, 8), Tile(7168, 14, 16)
+    assert (eight.spans, eight.wide, sixteen.wide) == (sixteen.spans, 2, 1)
+
+    def column(g: Tile, register: int, warp: int) -> int:
+        s, j = divmod(register, 2 * g.wide)
+        return (s * g.wide * g.active * 2 + j // 2 * g.active * 2 + warp * 2 + j % 2) * 32
+
+    assert all(column(eight, r, w) == column(sixteen, r, w) for r in range(16) for w in range(14))
 
 
-def test_columns_that_are_no_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="blocks of 32"):
-        _ = Tiles(1000, 14, 29696).width
-    with pytest.raises(ValueError, match="hold no tile"):
-        _ = Tiles(7168, 14, 512).slices
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_it_fits_an_sm_with_a_ring_deep_enough_for_an_edge(rows: int) -> None:
+    op = TileOp(full(rows), 132, 14, 0, 0)
+    assert op.stages >= 5 and op.stages * op.stage < SHARED_MEMORY
+    assert op.emptied % 16 == 0 and all(start % 128 == 0 for start, _, _ in op.boxes.values())
+    assert op.down_slots * op.down_piece <= op.stage and op.up_bytes <= op.stage
+
+
+def test_others_are_refused() -> None:
+    for d in (full(9), full(1, experts_format="nvfp4"), full(1, latent=3600)):
+        with pytest.raises(ValueError, match="the tile kernel"):
+            refuse_others_tiles(d)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "preset, rows, extra",
+    [("tiny-tp2", 1, {}), ("tiny-tp2", 3, {"router": "sharded"}), ("tiny", 8, {})],
+)
+def test_steps_in_a_row(compiler: CompileClient, preset: str, rows: int, extra: dict[str, str]) -> None:
+    """One token's boxes change sets from step to step; several tokens share experts."""
+    tunables = {"ctas": 4, "spin_limit": 200000}
+    case = Case("latent-moe", rows, preset, layers=2, steps=2, extra=extra, tunables=tunables)
+    w = case.workload()
+    job = CompileJob(persistent.source(PART), case.target, w.key, w.dims, w.buffers, "sm_90a", case.tunables)
+    outcome = compiler.compile(job)
+    assert outcome.failure is None and outcome.artifact, outcome.failure
+    verify(artifact_store.load(outcome.artifact), case)
