@@ -1,4 +1,4 @@
-"""The tile kernel: its plan covers every column once and fits a GPU; its numbers, step after step, on the cpu device."""
+"""The tile kernel: its plan covers every column once and fits a GPU; its numbers on the cpu device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from sandbox import artifact_store
 from sandbox.compile_client import CompileClient
 from sandbox.jobs import CompileJob
 from targets.kimi_k3.seeds import persistent
-from targets.kimi_k3.seeds.persistent.tile_plan import SHARED_MEMORY, Tile, TileOp, refuse_others_tiles
+from targets.kimi_k3.seeds.persistent.tile_plan import (
+    SHARED_MEMORY,
+    Tile,
+    TileOp,
+    refuse_others_tiles,
+)
 from tests.targets.seeds.harness import Case
 from tests.targets.seeds.persistent.test_numbers import verify
 
