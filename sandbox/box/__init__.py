@@ -12,8 +12,7 @@
         boxed.output()                                  # tail of stdout and stderr, cleaned, never a result
     boxed.isolation.to_json()                           # stored with the artifact and the verdict
 
-`offered` lists every way that works here (doctor), `Choice.sentence` and `Choice.passed_over` say it in words, and
-`sandbox.box.gpu` makes the judge's spec.
+`offered` lists every way that works here (doctor), `Choice.sentence` and `Choice.passed_over` say it in words.
 
 All methods return within their deadlines and return failures as `Broken(reason, detail)`; `kill` may be called from
 anywhere and repeated. `start` never steps down to a weaker tier. The worker script runs as `python -I worker.py` with

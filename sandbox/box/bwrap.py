@@ -68,8 +68,6 @@ def arguments(box: Box, spec: Spec, shown: list[Path]) -> list[str]:
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
             out += ["--cap-add", capability]
     out += ["--hostname", "box", "--proc", "/proc", "--dev", "/dev"]
-    for device in spec.devices:
-        out += ["--dev-bind-try", str(device), str(device)]
     out += _tmpfs("/tmp", limits.temporary)
     out += _system()
     for folder in paths.parents(shown):
@@ -77,8 +75,6 @@ def arguments(box: Box, spec: Spec, shown: list[Path]) -> list[str]:
             out += ["--perms", "0755", "--dir", str(folder)]
     for path in shown:
         out += ["--ro-bind", str(path), str(path)]
-    if spec.devices:
-        out += ["--ro-bind-try", "/sys", "/sys"]
     out += _tmpfs(SCRATCH, limits.scratch) + _tmpfs("/dev/shm", limits.shared)
     out += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", SCRATCH]
     return [*out, "--seccomp", str(box.filter_fd)]

@@ -1,7 +1,6 @@
-"""The judge's box: which device nodes of one GPU it gets and which limits suit a CUDA process.
+"""The device nodes of one GPU, which are all that a judging process may open of the devices.
 
-It holds the GPU and the artifact, and no candidate Python runs in it; what is hostile there is the GPU code. Limits of
-GPU memory are not made here: no group knows it, so the judge watches it per process.
+Limits of GPU memory are not made here: no group knows it, so the judge watches it per process.
 """
 
 from __future__ import annotations
@@ -9,17 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sandbox.box.spec import GB, Limits, Spec
-
 PROC = Path("/proc/driver/nvidia/gpus")
 SHARED_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
-
-# No address space limit: CUDA reserves a multiple of the device's memory. Pinned memory and the driver's own threads
-# and descriptors need more than a compile does.
-LIMITS = Limits(
-    cpu_s=3600, address_space=None, file_bytes=4 * GB, files=8192, processes=2048, memory=64 * GB, scratch=4 * GB,
-    shared=4 * GB,
-)  # fmt: skip
 
 
 def nodes(minor: int, dev: Path = Path("/dev")) -> tuple[Path, ...]:
@@ -67,11 +57,3 @@ def _minors(proc: Path) -> list[tuple[str, int]]:
             return []
         found.append((uuid[1], int(minor[1])))
     return found
-
-
-def judge_spec(worker: Path, minor: int, binds: tuple[Path, ...], limits: Limits = LIMITS) -> Spec:
-    """A box for `worker` with one GPU. `binds`: the artifact and the project's own packages, read-only."""
-    return Spec(
-        worker, binds=binds, limits=limits, narrow=False, devices=nodes(minor),
-        env={"CUDA_CACHE_DISABLE": "1", "CUDA_MODULE_LOADING": "LAZY"},
-    )  # fmt: skip

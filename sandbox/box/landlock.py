@@ -41,17 +41,12 @@ def handled(version: int) -> tuple[int, int, int]:
     return files, 3 if version >= 4 else 0, 3 if version >= 6 else 0
 
 
-def rules(
-    version: int, runnable: list[Path], scratch: str, devices: tuple[Path, ...]
-) -> dict[str, Any]:
-    """Rules for the launcher. With `devices` (a GPU) all of /proc is writable: the driver names its threads there."""
+def rules(version: int, runnable: list[Path], scratch: str) -> dict[str, Any]:
+    """Rules for the launcher."""
     files, network, scope = handled(version)
     paths = [(name, RUN) for name in SYSTEM]
     paths += [(str(path), RUN) for path in runnable]
     paths += [("/proc/self", READ), (scratch, OWN), ("/dev/null", USE), ("/dev/urandom", USE)]
-    if devices:
-        paths += [("/proc", READ | WRITE_FILE | TRUNCATE), ("/sys", READ)]
-        paths += [(str(device), USE) for device in devices]
     return {
         "handled": [files, network, scope],
         "size": 24 if version >= 6 else 16 if version >= 4 else 8,

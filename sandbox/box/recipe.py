@@ -58,7 +58,7 @@ def command(spec: Spec, way: Way, wiring: Wiring) -> list[str]:
         plan |= {"uid": wiring.isolation.uid if way.drop else None, "no_new_privs": True}
         plan["filter"] = seccomp.box_filter().hex()
     if way.tier is BoxTier.LANDLOCK:
-        plan["landlock"] = landlock.rules(way.abi, shown(spec), wiring.scratch, spec.devices)
+        plan["landlock"] = landlock.rules(way.abi, shown(spec), wiring.scratch)
     return _launch(Path(sys.executable), plan)
 
 

@@ -51,7 +51,7 @@ class Spec:
     """A worker script and what it may see.
 
     `narrow`: the worker puts the compile filter on itself (no fork, exec, socket, signal) before it says READY, and the
-    parent checks that it did. `devices`: GPU nodes, for the judge's box alone. `binds`: further read-only paths.
+    parent checks that it did. `binds`: further read-only paths.
     """
 
     worker: Path
@@ -61,7 +61,6 @@ class Spec:
     env: Mapping[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     narrow: bool = True
-    devices: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)

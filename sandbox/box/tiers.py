@@ -75,7 +75,7 @@ def offered(spec: Spec, settings: Settings) -> list[Choice]:
 
 
 def probe(spec: Spec, way: Way) -> Isolation | Broken:
-    """Start the probe worker in this way, with the spec's interpreter, binds and devices, and look at it."""
+    """Start the probe worker in this way, with the spec's interpreter and binds, and look at it."""
     probing = replace(spec, worker=INSIDE / "probe.py", args=())
     boxed = start_way(probing, way)
     if isinstance(boxed, Broken):

@@ -238,11 +238,11 @@ def test_nothing_survives_the_death_of_the_parent(choice: box.Choice) -> None:
     assert left == []
 
 
-def test_a_box_for_the_judge(choice: box.Choice) -> None:
-    """No compile filter, no address space limit, device nodes and an artifact folder; built here without a GPU."""
+def test_a_box_without_the_compile_filter(choice: box.Choice) -> None:
+    """No address space limit, and an artifact folder to read."""
     artifact = Path(__file__).parent
     judge = {
-        "narrow": False, "devices": (Path("/dev/zero"), Path("/dev/nvidia-none")), "binds": (artifact,),
+        "narrow": False, "binds": (artifact,),
         "limits": replace(box.Limits(), address_space=None),
     }  # fmt: skip
     found = box.choose(spec("look", **judge), box.Settings())
