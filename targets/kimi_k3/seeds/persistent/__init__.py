@@ -10,12 +10,18 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _PARTS = {
-    "decode": ("plan", "fields", "device", "setup", "mix", "kda", "moe", "mla", "decode"),
+    "decode": (
+        "plan", "fields", "device", "setup", "vectors", "mix", "kda", "moe_fill", "moe_dense", "moe_route",
+        "moe_experts", "moe", "mla", "decode",
+    ),
     "latent-moe-tiles": (
         "plan", "fields", "device", "setup", "tile_plan", "tile_device", "tile_route", "tile_experts", "tile_moe",
         "tile_chain",
     ),
-    "latent-moe": ("plan", "fields", "device", "setup", "moe", "chain", "moe_chain"),
+    "latent-moe": (
+        "plan", "fields", "device", "setup", "vectors", "moe_fill", "moe_route", "moe_experts", "moe", "chain",
+        "moe_chain",
+    ),
     "kda": ("plan", "fields", "device", "setup", "tensor", "l2", "kda", "kda_rows", "chain", "kda_chain"),
 }
 _SHARED = {

@@ -39,9 +39,12 @@ from targets.kimi_k3.seeds.persistent.fields import (
 from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda, out_projection
 from targets.kimi_k3.seeds.persistent.mix import Banks, early, late
 from targets.kimi_k3.seeds.persistent.mla import MlaSpace, cache_of, fill_mla, mla
-from targets.kimi_k3.seeds.persistent.moe import Space, dense, fill_dense, fill_moe, load_x, moe
+from targets.kimi_k3.seeds.persistent.moe import moe
+from targets.kimi_k3.seeds.persistent.moe_dense import Space, dense
+from targets.kimi_k3.seeds.persistent.moe_fill import fill_dense, fill_moe
 from targets.kimi_k3.seeds.persistent.plan import Op, refuse_others
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
+from targets.kimi_k3.seeds.persistent.vectors import load_x
 
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),

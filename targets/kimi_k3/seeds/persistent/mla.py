@@ -34,8 +34,8 @@ from targets.kimi_k3.seeds.persistent.device import (
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.moe import load_norm, load_x, normalise
 from targets.kimi_k3.seeds.persistent.plan import most, share
+from targets.kimi_k3.seeds.persistent.vectors import load_norm, load_x, normalise
 
 
 class MlaSpace(NamedTuple):

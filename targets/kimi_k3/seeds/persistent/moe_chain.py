@@ -28,7 +28,8 @@ from targets.kimi_k3.seeds.persistent.device import (
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors
-from targets.kimi_k3.seeds.persistent.moe import fill_moe, moe
+from targets.kimi_k3.seeds.persistent.moe import moe
+from targets.kimi_k3.seeds.persistent.moe_fill import fill_moe
 from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 

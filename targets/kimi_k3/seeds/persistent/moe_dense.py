@@ -1,0 +1,63 @@
+"""The FFN of a layer without experts in the persistent kernel."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32
+
+from targets.kimi_k3.seeds.common import round_bf16
+from targets.kimi_k3.seeds.persistent.device import (
+    Ctx,
+    arrive,
+    at,
+    consumers,
+    drain,
+    field,
+    gathered,
+    wait,
+)
+from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.vectors import load_x, situ_pair
+
+
+class Space(NamedTuple):
+    """Plain buffers between CTAs, bf16, global: proj of MLA, hs and delta of dense FFNs; mla: MlaSpace."""
+
+    proj: Any
+    hs: Any
+    delta: Any
+    mla: Any
+
+
+@cute.jit
+def dense(
+    c: Ctx, layer: Int32, it: Int32, edge: Int32, rX: cute.Tensor, ws: Space, op: cutlass.Constexpr
+):
+    """The FFN of a layer without experts; ws.delta is complete at the next edge."""
+    d = op.d
+    g = op.rows(d.hidden, pair=True)
+    first, n = share(d.dense_dim, c.cta, op.ctas)
+    it = drain(c, it, n, Int32(0), rX, g, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+        ws.hs[first + i] = situ_pair(c, 2 * i, g.width).to(BFloat16)
+    arrive(c, op)
+    edge += 1
+    wait(c, edge, op)
+    g = op.rows(d.dense_dim)
+    rH = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    load_x(c, ws.hs, rH, g)
+    first, n = share(d.hidden, c.cta, op.ctas)
+    it = drain(c, it, n, Int32(0), rH, g, op)
+    consumers(op)
+    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+        y = gathered(c, i, g.width)
+        if cutlass.const_expr(d.ranks > 1):
+            y = (
+                round_bf16(y)
+                + at(Float32, field(c, layer, F["remote_dense"], COUNT), d.hidden)[first + i]
+            )
+        ws.delta[first + i] = y.to(BFloat16)
+    return it, edge
