@@ -79,4 +79,5 @@ def shape(dims, cfg, rows=1):
         cfg.spin_limit,
         tiled,
         getattr(cfg, "l2_ahead", 0),
+        getattr(cfg, "in_flight", 0),
     )

@@ -328,10 +328,18 @@ def ahead(c: Ctx, address: Int64, n: Int32, most_: cutlass.Constexpr, op: cutlas
 
 @cute.jit
 def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr):
-    """Slot of stage number `it`, once its last use is over."""
+    """Slot of stage number `it`, once its last use is over and few enough stages are on their way.
+
+    What is on its way queues before everything else in the memory system: with a whole ring of 200 KB a CTA an edge
+    takes 3 us instead of 0.6.
+    """
     slot = it % op.stages
     if it >= op.stages:
         cute.arch.mbarrier_wait(c.empty + slot, (it // op.stages - 1) & 1)
+    if cutlass.const_expr(0 < op.in_flight < op.stages):
+        before = it - op.in_flight
+        if before >= 0:
+            cute.arch.mbarrier_wait(c.full + before % op.stages, (before // op.stages) & 1)
     return slot
 
 

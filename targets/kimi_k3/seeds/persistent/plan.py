@@ -179,7 +179,7 @@ def most(n, ctas, unit=1):
 class Op:
     """Everything the kernel knows when it is compiled. `d` is cfg.dims; `tiled`: weights pass in tiles (`tensor`), for
     one token to eight, else in whole rows for one. `ahead`: how many stages beyond those it brings a producer asks L2
-    for.
+    for; `in_flight`: how many may be on their way at once, 0 for the whole ring.
     """
 
     d: object
@@ -190,6 +190,7 @@ class Op:
     spin: int
     tiled: bool = False
     ahead: int = 0
+    in_flight: int = 0
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0
