@@ -1,4 +1,4 @@
-"""The device nodes of one GPU, which are all that a judging process may open of the devices.
+"""The device nodes of one GPU, which are all that a judging process may open of the devices, and its limits.
 
 Limits of GPU memory are not made here: no group knows it, so the judge watches it per process.
 """
@@ -8,8 +8,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from sandbox.box.spec import GB, Limits
+
 PROC = Path("/proc/driver/nvidia/gpus")
 SHARED_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
+
+# No address space limit: CUDA reserves a multiple of the device's memory. The driver's own descriptors need more than a
+# compile does.
+LIMITS = Limits(address_space=None, file_bytes=4 * GB, files=8192)
 
 
 def nodes(minor: int, dev: Path = Path("/dev")) -> tuple[Path, ...]:
