@@ -20,6 +20,17 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def begin_open(PDL: tl.constexpr):
+    """The next launch starts at once: for short kernels, before a launch that reads nothing but weights until it may.
+
+    That launch has to use `begin`, so that what comes after it can count on all before its direct predecessor again.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def fetch(weights, program, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr):
     """Ask for 4 KB pieces of what a later launch reads to be in L2: every STRIDE-th piece, CHUNKS in all, LANES a
     program. Nothing waits for them."""

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from targets.kimi_k3.baseline.kernels.common import begin, bf, fetch, sigmoid
+from targets.kimi_k3.baseline.kernels.common import begin_open, bf, fetch, sigmoid
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def kda_kernel(
     slope = tl.load(rate + h)
     bias = tl.load(dt_bias + c)
     scale = tl.load(o_norm + i).to(tl.float32)
-    begin(PDL)
+    begin_open(PDL)
     y += m * y_stride
     xq = tl.load(y + c)
     xk = tl.load(y + D + c)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from targets.kimi_k3.baseline.kernels.common import begin, bf, fetch, sigmoid
+from targets.kimi_k3.baseline.kernels.common import begin, begin_open, bf, fetch, sigmoid
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def attention_kernel(
     r = tl.arange(0, ROPE)
     t = tl.arange(0, PAGE)
     there = (h < HEADS)[:, None]
-    begin(PDL)
+    begin_open(PDL)
     length = tl.load(lengths + m)
     at = query + (m * HEADS + h)[:, None] * WIDTH
     ql = tl.load(at + c[None, :], mask=there, other=0.0)
@@ -111,7 +111,7 @@ def join_kernel(
     v = tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV)
     c = tl.arange(0, LORA)
     w = tl.load(w_uv + (h * V + v)[:, None] * LORA + c[None, :])
-    begin(PDL)
+    begin_open(PDL)
     s = tl.arange(0, SP)
     at = stats + ((m * SPLITS + s) * HEADS + h) * 2
     top = tl.max(tl.load(at, mask=s < SPLITS, other=-1e30), 0)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from targets.kimi_k3.baseline.kernels.common import begin, bf, fetch, sigmoid
+from targets.kimi_k3.baseline.kernels.common import begin, begin_open, bf, fetch, sigmoid
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def attn_res_kernel(
         best, total, mixed = absorb_bank(
             best, total, mixed, old, new, m, weight, eps, H, BLOCK, OLD, NEW, SOURCES
         )
-    begin(PDL)
+    begin_open(PDL)
     p = tl.load(prefix + m * H + c, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         p = bf(p + tl.load(delta + m * H + c, mask=mask, other=0.0).to(tl.float32))
@@ -146,7 +146,7 @@ def rank_kernel(
             return
     e = pid * BE + tl.arange(0, BE)
     offset = tl.load(bias + e, mask=e < EXPERTS, other=0.0)
-    begin(PDL)
+    begin_open(PDL)
     s, key = expert_key(logits, remote, m, e, offset, EXPERTS, OWN, BLOCK)
     before = tl.zeros([BE, BO], dtype=tl.int32)
     for first in tl.static_range(0, BLOCK, BO):
