@@ -67,6 +67,14 @@ class CudaRanks:
         torch.cuda.set_device(0)
         return cls(opened, contexts)
 
+    def each(self) -> Iterator[CudaDevice]:
+        """Every rank's GPU by itself, torch's current device meanwhile."""
+        import torch
+
+        for rank, device in enumerate(self.devices):
+            with torch.cuda.device(rank):
+                yield device
+
     def device_of(self, rank: int) -> str:
         """torch's name of the GPU that holds a rank's buffers."""
         return f"cuda:{rank}"

@@ -38,9 +38,9 @@ _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA
 
 @dataclass(frozen=True)
 class Room:
-    """What a child works with: its own folder for temporary files, the state folder, the GPU it was given (None for
-    the cpu device), further folders that it may read, the level (an index of LEVELS), descriptors to keep, and
-    folders of programs that it starts."""
+    """What a child works with: its own folder for temporary files, the state folder, the GPU it was given, or several
+    with commas (None for the cpu device), further folders that it may read, the level (an index of LEVELS),
+    descriptors to keep, and folders of programs that it starts."""
 
     scratch: Path
     state: Path
@@ -100,7 +100,8 @@ def _settle(room: Room) -> None:
 def grant(room: Room) -> Grant:
     devices: tuple[Path, ...] = ()
     if room.gpu is not None:
-        devices = gpu.nodes_of(room.gpu if room.level == 0 else None)
+        named = room.gpu.split(",") if room.level == 0 else [None]
+        devices = tuple(dict.fromkeys(node for one in named for node in gpu.nodes_of(one)))
     caches = [
         Path(os.environ[k]) for k in ("KERNELGEN_CACHE", "KERNELGEN_CPU_CACHE") if os.environ.get(k)
     ]

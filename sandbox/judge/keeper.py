@@ -88,7 +88,7 @@ class Keeper:
             return {"ok": False, "rule": "device", "message": str(error)[:300]}
 
     def _on_gpu(self, job: JudgeJob) -> Verdict:
-        gpu = lease.token(job.device, self.settings.visible)
+        gpu = lease.tokens(job.device, self.settings.visible, rounds.gpus_of(job))
         place = self._place("cuda", gpu)
         unwanted = self.watch.ready if self.watch else lambda: False
         with lease.hold(self.settings.state, gpu, self.settings.lock_s, unwanted) as waited:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 POLL_S = 0.1
@@ -42,8 +42,27 @@ def token(device: str, visible: str | None) -> str:
     return entries[n]
 
 
+def tokens(device: str, visible: str | None, count: int) -> str:
+    """As `token`, for `count` GPUs in a row from that one on, separated by commas. Raises ValueError."""
+    first = int(device.partition(":")[2] or 0) if token(device, visible) else 0
+    return ",".join(token(f"cuda:{first + k}", visible) for k in range(count))
+
+
 @contextmanager
 def hold(
+    state: Path, gpus: str, seconds: float, unwanted: Callable[[], bool] = lambda: False
+) -> Iterator[float]:
+    """Hold the lock of each GPU of a comma list, always in one order, so that two who want several never wait for each
+    other. Yields the seconds waited. Raises Busy after `seconds`, Interrupted, OSError."""
+    with ExitStack() as stack:
+        waited = 0.0
+        for gpu in sorted(gpus.split(",")):
+            waited += stack.enter_context(_hold(state, gpu, seconds - waited, unwanted))
+        yield waited
+
+
+@contextmanager
+def _hold(
     state: Path, gpu: str, seconds: float, unwanted: Callable[[], bool] = lambda: False
 ) -> Iterator[float]:
     """Hold the GPU's lock; yields the seconds waited. Raises Busy after `seconds`, Interrupted, OSError."""
@@ -103,9 +122,9 @@ def _ask(gpu: str) -> tuple[set[int], int] | None:
     """Processes on the GPU and its used memory in bytes; None if nvidia-smi gives no answer."""
     processes = _smi(gpu, "--query-compute-apps=pid")
     memory = _smi(gpu, "--query-gpu=memory.used")
-    if processes is None or not memory or not memory[0].isdigit():
+    if processes is None or not memory or not all(m.isdigit() for m in memory):
         return None
-    return {int(p) for p in processes if p.isdigit()}, int(memory[0]) << 20
+    return {int(p) for p in processes if p.isdigit()}, sum(map(int, memory)) << 20
 
 
 def _smi(gpu: str, query: str) -> list[str] | None:

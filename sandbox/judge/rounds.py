@@ -43,10 +43,31 @@ class Place:
 def open_device(place: Place) -> Device:
     """The device, in this process. Raises Faulted (`infra`) without a GPU."""
     if place.kind == "cuda":
+        several = len((place.gpu or "").split(","))
+        if several > 1:
+            from sandbox.devices.cuda_ranks import CudaRanks
+
+            ranks: Any = CudaRanks.open(several, place.state)
+            device: Device = ranks
+            return device
         return CudaDevice.open(0, place.state)
     from sandbox.devices.cpu import CpuDevice
 
     return CpuDevice()
+
+
+def gpus_of(job: JudgeJob) -> int:
+    """GPUs that a job of a built-in target holds; one for a user's own, whose file only a child loads."""
+    if ".py:" in job.target or job.device == "cpu":
+        return 1
+    from targets import base
+
+    fields = {k: v for k, v in job.options.items() if k in base.Options.__dataclass_fields__}
+    try:
+        workload = base.find(job.target).workload(base.Options(**fields))
+    except (base.UnknownTarget, base.UnknownOption, TypeError):
+        return 1  # the child says what is wrong with it
+    return 1 + max((b.rank for b in workload.buffers), default=0)
 
 
 def _enter(place: Place, progress: Progress, read: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -101,6 +122,19 @@ def _run(job: JudgeJob, device: WatchedDevice, runner: Runner, progress: Progres
         raise
 
 
+def _canaries(device: Device, elements: int) -> canary.CanaryResult:
+    """On each GPU of several: the first that fails, or the last."""
+    each: Any = getattr(device, "each", None)
+    if each is None:
+        return canary.run(device, elements)
+    result = canary.CanaryResult(False, "no GPU")
+    for one in each():
+        result = canary.run(one, elements)
+        if not result.ok:
+            break
+    return result
+
+
 def probe(place: Place, progress: Progress) -> Mapping[str, Any]:
     """Open the device, run the canary, tell what there is."""
     isolation = _enter(place, progress)
@@ -112,14 +146,15 @@ def probe(place: Place, progress: Progress) -> Mapping[str, Any]:
         progress.enter("canary")
         progress.launching()
         elements = canary.ELEMENTS if device.kind == "cuda" else CPU_CANARY
-        result = canary.run(device, elements)
+        result = _canaries(device, elements)
         progress.landed()
         tested = time.monotonic()
-        if result.ok and isinstance(device, CudaDevice):
+        first = getattr(device, "devices", (device,))[0]
+        if result.ok and isinstance(first, CudaDevice):
             progress.enter("stream rate")
-            cuda_rate.remember(device)
+            cuda_rate.remember(first)
             progress.enter("roofline")
-            roofline.remember(device)
+            roofline.remember(first)
         facts = asdict(device.facts())
     except (Refused, Faulted) as error:
         return {
