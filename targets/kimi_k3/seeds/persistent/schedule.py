@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from targets.kimi_k3.seeds.persistent.plan import CodeRows, Op, Rows, share
+from targets.kimi_k3.seeds.persistent.tile_plan import TileOp
 
 Event = tuple[Any, ...]
 """Consumers: ("take", label), ("hold", labels), ("arrive", line), ("wait", line, edge), ("route",); the
@@ -182,7 +183,7 @@ class _Cta:
         return self.p == len(self.lists.produce) and self.c == len(self.lists.consume)
 
 
-def simulate(op: Op, programs: Sequence[Lists]) -> str:
+def simulate(op: Op | TileOp, programs: Sequence[Lists]) -> str:
     """Empty if every CTA ends; else the first thing found: a list out of order, a stage too large, who stands still."""
     ctas = [_Cta(x) for x in programs]
     moved = True
@@ -211,7 +212,7 @@ def _where(number: int, c: _Cta) -> str:
     return f"CTA {number}: the producer stands at {made}, the consumers at {taken}"
 
 
-def _produce(op: Op, c: _Cta) -> bool:
+def _produce(op: Op | TileOp, c: _Cta) -> bool:
     if c.p == len(c.lists.produce):
         return False
     event = c.lists.produce[c.p]

@@ -10,12 +10,14 @@ from sandbox import artifact_store
 from sandbox.compile_client import CompileClient
 from sandbox.jobs import CompileJob
 from targets.kimi_k3.seeds import persistent
+from targets.kimi_k3.seeds.persistent.schedule import simulate
 from targets.kimi_k3.seeds.persistent.tile_plan import (
     SHARED_MEMORY,
     Tile,
     TileOp,
     refuse_others_tiles,
 )
+from targets.kimi_k3.seeds.persistent.tile_schedule import tile_lists, validate_tiles
 from tests.targets.seeds.harness import Case
 from tests.targets.seeds.persistent.test_numbers import verify
 
@@ -59,6 +61,30 @@ def test_it_fits_an_sm_with_a_ring_deep_enough_for_an_edge(rows: int) -> None:
     assert op.stages >= 5 and op.stages * op.stage < SHARED_MEMORY
     assert op.emptied % 16 == 0 and all(start % 128 == 0 for start, _, _ in op.boxes.values())
     assert op.down_slots * op.down_piece <= op.stage and op.up_bytes <= op.stage
+
+
+@pytest.mark.parametrize("rows, wanted, stages", [(1, 16, 0), (1, 16, 2), (8, 16, 0), (8, 128, 0), (8, 103, 2)])
+def test_it_ends_and_brings_every_byte_once(rows: int, wanted: int, stages: int) -> None:
+    op = TileOp(full(rows, layers=3), 132, 14, stages, 0)
+    assert validate_tiles(op, wanted) == ""
+    brought: dict[str, int] = {}
+    for cta in range(op.ctas):
+        for event in tile_lists(op, cta, wanted).produce:
+            if event[0] == "stage":
+                brought[event[1][0]] = brought.get(event[1][0], 0) + event[2]
+    d = op.d
+    assert {name: size // 3 for name, size in brought.items()} == {
+        "router": 2 * 896 * d.hidden, "front": 2 * (448 + 2 * 768) * d.hidden, "shared_down": 2 * d.hidden * 768,
+        "w13": wanted * 2 * d.expert_dim * (d.latent // 2 + d.latent // 32),
+        "w2": wanted * d.latent * (d.expert_dim // 2 + d.expert_dim // 32), "latent_up": 2 * 896 * d.latent,
+    }  # fmt: skip
+
+
+def test_a_routing_that_is_never_published_is_found() -> None:
+    op = TileOp(full(1, layers=1), 4, 14, 0, 0)
+    programs = [tile_lists(op, cta, 16) for cta in range(4)]
+    programs[2].consume.remove(("route",))
+    assert "the producer stands at ('routed', 0)" in simulate(op, programs)
 
 
 def test_others_are_refused() -> None:
