@@ -118,6 +118,10 @@ class RayCluster:
     """
 
     def __init__(self, farm: Farm, cpus: int = 0, gpus: int | None = 0) -> None:
+        if not farm.address:
+            # Nobody else on this machine is to have a say in it: Ray runs what it is sent. Read when it is imported.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         self._ray = load()
         self._own: Path | None = None
         try:
@@ -134,9 +138,6 @@ class RayCluster:
             raise NoRay(f"{where} cannot be used: {type(error).__name__}: {text}") from error
 
     def _start(self, counts: Mapping[str, Any]) -> None:
-        # Nobody else on this machine is to have a say in it: Ray runs what it is sent.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Names of sockets must be short.
         self._own = Path(tempfile.mkdtemp(prefix="kg-ray-", dir="/tmp"))
         with _only_kept():

@@ -1,13 +1,12 @@
 """Workers on a real Ray cluster of several processes on this machine, with the real jail, judge and `cpu` device.
 
-One head without processors; each test adds the nodes that it needs, with a store of their own, and takes them away.
+One head without processors, and nodes with a store of their own, which come and go.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import secrets
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from agent.offline import options_json
 from sandbox.jobs import CompileJob, CompileOutcome, JudgeJob
 from sandbox.verdict import Status
 from sandbox.workers import farm
-from sandbox.workers.roster import Member
 from targets.base import Options, find
 from tests.agent.test_kill import record
 
@@ -54,10 +52,6 @@ class Hosts:
 
     def lose(self, node: Any) -> None:
         self.cluster.remove_node(node, allow_graceful=False)
-
-    @property
-    def farm(self) -> farm.Farm:
-        return farm.Farm(self.cluster.address)
 
 
 @pytest.fixture(scope="module")
@@ -121,30 +115,9 @@ def alive(pids: set[int]) -> set[int]:
     return out
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The record of the run on this process's own children."""
-    folder = tmp_path_factory.mktemp("local")
-    finished(folder, *RUN)
-    return record(folder)
-
-
-def test_the_record_is_the_same_on_1_2_and_8_workers(
-    tmp_path: Path, hosts: Hosts, local: dict[str, Any]
-) -> None:
-    node = hosts.add("wide", 9)
-    assert len(local["candidates"]) == 5 and len({c["artifact"] for c in local["candidates"]}) >= 3
-    try:
-        for count in (1, 2, 8):
-            address = f"ray://{hosts.cluster.address}?judges={count}&compilers=1"
-            finished(tmp_path / str(count), *RUN, "--workers", address, "--kind", "cpu")
-            assert record(tmp_path / str(count)) == local, count
-    finally:
-        hosts.lose(node)
-
-
-def crew_on(hosts: Hosts, folder: Path, kinds: tuple[str, ...] = ("cpu",)) -> farm.Crew:
-    return farm.hire(hosts.farm, farm.Orders("cpu", folder / "driver", "run", kinds=kinds))
+def crew_on(hosts: Hosts, folder: Path, judges: int = 1) -> farm.Crew:
+    wanted = farm.Farm(hosts.cluster.address, judges, 1)
+    return farm.hire(wanted, farm.Orders("cpu", folder / "driver", "run", kinds=("cpu",)))
 
 
 def compiled(crew: farm.Crew, tunables: dict[str, Any] | None = None) -> CompileOutcome:
@@ -167,84 +140,103 @@ def judge_job(outcome: CompileOutcome) -> JudgeJob:
     )
 
 
-def working(crew: farm.Crew) -> Member:
-    """The worker that has the job, once its child runs."""
-    flying = crew.pool._flying
-    member = until(lambda: next(iter(flying.values()), None))
-    before = below(member.pid)
-    until(lambda: below(member.pid) - before, 20)
-    return member
+class Held:
+    """A job that is being judged and cannot go on: its child is stopped. `member` has it, `tree` are its processes."""
 
-
-def test_a_worker_killed_in_the_middle_leaves_no_process_and_its_job_is_done_elsewhere(
-    tmp_path: Path, hosts: Hosts
-) -> None:
-    node = hosts.add("three", 3)
-    crew = crew_on(hosts, tmp_path)
-    try:
-        outcome = compiled(crew)
-        with ThreadPoolExecutor(1) as threads:
-            future = threads.submit(crew.judge("cpu").judge, judge_job(outcome))
-            member = working(crew)
-            children = below(member.pid)
-            assert children
-            os.kill(member.pid, signal.SIGKILL)
-            verdict = future.result(120)
-        assert verdict.status is Status.PASSED and verdict.artifact == outcome.sha256
-        assert member.state == "gone"
-        until(lambda: not alive(children), 20)
-    finally:
-        crew.close()
-        hosts.lose(node)
+    def __init__(self, crew: farm.Crew, job: JudgeJob) -> None:
+        judges = [m for m in crew.pool.roster.members if m.post.role == "judge"]
+        until(lambda: all(m.state == "ready" for m in judges), 120)
+        before = {m.pid: below(m.pid) for m in judges}
+        self._threads = ThreadPoolExecutor(1)
+        self.verdict = self._threads.submit(crew.judge("cpu").judge, job)
+        self.member = until(lambda: next((m for m in judges if below(m.pid) - before[m.pid]), None))
+        for pid in below(self.member.pid) - before[self.member.pid]:
+            os.kill(pid, signal.SIGSTOP)
+        self.tree = {self.member.pid} | below(self.member.pid)
+        assert len(self.tree) >= 3 and not self.verdict.done()
 
 
 def test_a_node_lost_in_the_middle_is_replaced_by_one_that_joined(
     tmp_path: Path, hosts: Hosts
 ) -> None:
-    first = hosts.add("first", 2)
+    nodes = {"first": hosts.add("first", 2)}
     crew = crew_on(hosts, tmp_path)
     try:
         outcome = compiled(crew)
-        with ThreadPoolExecutor(1) as threads:
-            future = threads.submit(crew.judge("cpu").judge, judge_job(outcome))
-            member = working(crew)
-            second = hosts.add("second", 2)
-            hosts.lose(first)
-            verdict = future.result(180)
-        assert verdict.status is Status.PASSED and member.state == "gone"
-        held = {
-            n: (hosts.folder / n / "workers" / "artifacts" / outcome.sha256).is_dir()
-            for n in ("first", "second")
-        }
-        assert held == {"first": True, "second": True}
+        held = Held(crew, judge_job(outcome))
+        nodes["second"] = hosts.add("second", 2)
+        hosts.lose(nodes.pop("first"))
+        verdict = held.verdict.result(180)
+        assert verdict.status is Status.PASSED and held.member.state == "gone"
+        stores = [hosts.folder / n / "workers" / "artifacts" for n in ("first", "second")]
+        assert all((store / outcome.sha256).is_dir() for store in stores)
+        until(lambda: not alive(held.tree), 20)
     finally:
         crew.close()
-        hosts.lose(second)
+        for node in nodes.values():
+            hosts.lose(node)
+
+
+@pytest.fixture(scope="module")
+def wide(hosts: Hosts) -> Hosts:
+    """With a node that has room for eight judges."""
+    hosts.add("wide", 9)
+    return hosts
+
+
+def test_a_worker_killed_in_the_middle_leaves_no_process_and_its_job_is_done_elsewhere(
+    tmp_path: Path, wide: Hosts
+) -> None:
+    crew = crew_on(wide, tmp_path, judges=2)
+    try:
+        outcome = compiled(crew)
+        held = Held(crew, judge_job(outcome))
+        os.kill(held.member.pid, signal.SIGKILL)
+        verdict = held.verdict.result(120)
+        assert verdict.status is Status.PASSED and verdict.artifact == outcome.sha256
+        assert held.member.state == "gone"
+        until(lambda: not alive(held.tree), 20)
+    finally:
+        crew.close()
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The record of the run on this process's own children."""
+    folder = tmp_path_factory.mktemp("local")
+    finished(folder, *RUN)
+    return record(folder)
+
+
+def workers(hosts: Hosts, judges: int) -> tuple[str, ...]:
+    return "--workers", f"ray://{hosts.cluster.address}?judges={judges}&compilers=1"
+
+
+def test_the_record_is_the_same_on_1_2_and_8_workers(
+    tmp_path: Path, wide: Hosts, local: dict[str, Any]
+) -> None:
+    assert len(local["candidates"]) == 5 and len({c["artifact"] for c in local["candidates"]}) >= 3
+    for count in (1, 2, 8):
+        folder = tmp_path / str(count)
+        finished(folder, *RUN, *workers(wide, count), "--kind", "cpu")
+        assert record(folder) == local, count
 
 
 def test_a_driver_killed_and_resumed_ends_with_the_record_of_one_left_alone(
-    tmp_path: Path, hosts: Hosts, local: dict[str, Any]
+    tmp_path: Path, wide: Hosts, local: dict[str, Any]
 ) -> None:
-    node = hosts.add("again", 3)
-    workers = ("--workers", f"ray://{hosts.cluster.address}", "--kind", "cpu")
-    try:
-        process = kernelgen(tmp_path, *RUN, *workers)
-        until(lambda: list((tmp_path / ".kernelgen").glob("results/*/*.json")), 120)
-        time.sleep(random.Random(5).uniform(0.5, 3))
-        process.kill()
-        process.wait()
-        before = {
-            p.name: p.stat().st_mtime_ns for p in (tmp_path / ".kernelgen").glob("results/*/*.json")
-        }
-        assert before
-        finished(tmp_path, "resume", "last", *workers[:2], "--json")
-        assert record(tmp_path) == local
-        after = {
-            p.name: p.stat().st_mtime_ns for p in (tmp_path / ".kernelgen").glob("results/*/*.json")
-        }
-        assert before.items() <= after.items()  # nothing that had come was made again
-    finally:
-        hosts.lose(node)
+    def results() -> dict[str, int]:
+        found = (tmp_path / ".kernelgen").glob("results/*/*.json")
+        return {p.name: p.stat().st_mtime_ns for p in found}
+
+    process = kernelgen(tmp_path, *RUN, *workers(wide, 2), "--kind", "cpu")
+    until(lambda: len(results()) > 2, 120)
+    process.kill()
+    process.wait()
+    before = results()
+    finished(tmp_path, "resume", "last", *workers(wide, 2), "--json")
+    assert record(tmp_path) == local
+    assert before.items() <= results().items()  # nothing that had come was made again
 
 
 def test_ray_on_this_machine_ends_with_the_command(
