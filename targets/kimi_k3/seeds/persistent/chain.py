@@ -80,4 +80,5 @@ def shape(dims, cfg, rows=1):
         tiled,
         getattr(cfg, "l2_ahead", 0),
         getattr(cfg, "in_flight", 0),
+        getattr(cfg, "direct", False),
     )

@@ -20,6 +20,7 @@ from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors
 from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda
 from targets.kimi_k3.seeds.persistent.kda_rows import (
     fill_kda_rows,
+    fold_taps,
     kda_rows,
     load_rows,
     load_taps,
@@ -37,6 +38,7 @@ TUNABLES = {
     "tile_stages": (6, 12, 5, 4, 3, 2),
     "tile_bytes": (29696, 15360),
     "l2_ahead": (0, 4, 8, 2, 12),
+    "direct": (False, True),
     "in_flight": (0, 2, 3, 4, 1, 5, 6),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 12, 16, 32, 64, 128, 132),
@@ -117,9 +119,8 @@ def consume_rows(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
     d = op.d
     it, edge = Int32(0), Int32(0)
     slots_here(c, slots, op)
+    taps = fold_taps(c, load_taps(c, Int32(0), seat(c, op), op), op)
     for layer in cutlass.range(d.layers, unroll=1):
-        timeline.mark(c.track, "taps", layer)
-        taps = load_taps(c, layer, seat(c, op), op)
         if layer > 0:
             edge += 1
             timeline.mark(c.track, "edge y", layer, kind="edge")
@@ -127,7 +128,7 @@ def consume_rows(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
         timeline.mark(c.track, "input", layer)
         rX = load_rows(c, layer, op)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.rows * d.hidden)
-        it, edge = kda_rows(c, layer, (it, edge), rX, taps, y, op)
+        it, edge, taps = kda_rows(c, layer, (it, edge), rX, taps, y, op)
         hint(c, op)
     edge += 1
     timeline.mark(c.track, "edge y", d.layers, kind="edge")

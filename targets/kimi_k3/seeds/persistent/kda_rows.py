@@ -160,17 +160,13 @@ def channel_of(s: Seat, i: Int32, op: cutlass.Constexpr):
 
 @cute.jit
 def load_taps(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
-    """Ends with all taps used: others may shift them after the next edge."""
+    """(three taps, four weights) of this thread's channels, on their way; zeros in null slots."""
     d = op.d
     channels, turns, _, _ = widths(op)
     rT = cute.make_rmem_tensor(cute.make_layout((3, turns)), BFloat16)
     rC = cute.make_rmem_tensor(cute.make_layout((4, turns)), Float32)
-    rP = cute.make_rmem_tensor(cute.make_layout((turns,)), Uint32)
-    rW = cute.make_rmem_tensor(cute.make_layout((turns,)), Float32)
     rT.fill(0.0)
     rC.fill(0.0)
-    rP.fill(0)
-    rW.fill(0.0)
     if s.head >= 0:
         gConv = at(Float32, field(c, layer, F["conv"], COUNT), 12 * d.kda_dim)
         for k in cutlass.range_constexpr(turns):
@@ -184,14 +180,24 @@ def load_taps(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
                     gTap = taps_of(c, layer, slot, op)
                     for n in cutlass.range_constexpr(3):
                         rT[n, k] = gTap[3 * d.kda_dim * n + ch]
-        sU = convolved(c, op)
-        for k in cutlass.range_constexpr(turns):
-            i = c.tid + k * op.threads
-            if i < d.rows * channels:
-                u = rT[0, k].to(Float32) * rC[0, k] + rT[1, k].to(Float32) * rC[1, k]
-                sU[i] = u + rT[2, k].to(Float32) * rC[2, k]
-            rP[k] = pack_bf16(rT[1, k].to(Float32), rT[2, k].to(Float32))
-            rW[k] = rC[3, k]
+    return rT, rC
+
+
+@cute.jit
+def fold_taps(c: Ctx, loaded: tuple, op: cutlass.Constexpr):
+    """Three parts of the convolution into the pool; all taps are used then, for others may shift them later."""
+    rT, rC = loaded
+    channels, turns, _, _ = widths(op)
+    rP = cute.make_rmem_tensor(cute.make_layout((turns,)), Uint32)
+    rW = cute.make_rmem_tensor(cute.make_layout((turns,)), Float32)
+    sU = convolved(c, op)
+    for k in cutlass.range_constexpr(turns):
+        i = c.tid + k * op.threads
+        if i < op.d.rows * channels:
+            u = rT[0, k].to(Float32) * rC[0, k] + rT[1, k].to(Float32) * rC[1, k]
+            sU[i] = u + rT[2, k].to(Float32) * rC[2, k]
+        rP[k] = pack_bf16(rT[1, k].to(Float32), rT[2, k].to(Float32))
+        rW[k] = rC[3, k]
     return Taps(rP, rW)
 
 
@@ -483,13 +489,16 @@ def owned(c: Ctx, k: cutlass.Constexpr, widest: cutlass.Constexpr, op: cutlass.C
 def out_rows(
     c: Ctx, layer: Int32, it: Int32, rX: cute.Tensor, y: Any, op: cutlass.Constexpr
 ):  # fmt: skip
-    """y = bf(bf(o W_o^T) + the others' partials) of this CTA's columns; the box attn = bf(y + the next x)."""
+    """y = bf(bf(o W_o^T) + the others' partials) of this CTA's columns; the box attn = bf(y + the next x); the next
+    instance's taps, which are used here before anybody can be told that this one is over.
+    """
     d = op.d
     g = op.tiles(d.kda_dim)
     turn = turn_of(c, layer, LAYERS)
     widest = most(d.hidden, op.ctas)
     first, n = share(d.hidden, c.cta, op.ctas)
     later = layer + 1 if layer + 1 < d.layers else layer
+    loaded = load_taps(c, later, seat(c, op), op)
     rNext = bf16_ahead(c, field(c, later, F["x"], COUNT) + Int64(first) * 2, n, widest, op)
     if cutlass.const_expr(d.ranks > 1):
         remote = field(c, layer, F["remote_attn"], COUNT) + Int64(first) * 4
@@ -505,7 +514,7 @@ def out_rows(
             total = round_bf16(total)
             post(c, "attn", turn, token * op.pitch(d.hidden) + first + row, total + rNext[k], op)
             y[token * d.hidden + first + row] = total.to(BFloat16)
-    return it
+    return it, fold_taps(c, loaded, op)
 
 
 @cute.jit
@@ -536,21 +545,31 @@ def kda_rows(
                 tile_sum(c, row, token, op),
                 op,
             )
-    hint(c, op)
-    edge += 1
-    timeline.mark(c.track, "edge proj", layer, kind="edge")
-    wait(c, edge, op, acquire=False)
-    timeline.mark(c.track, "update", layer)
-    update_rows(c, layer, s, (taps, late), turn, op)
-    hint(c, op)
-    edge += 1
-    timeline.mark(c.track, "edge o", layer, kind="edge")
-    wait(c, edge, op, acquire=False)
+    if cutlass.const_expr(op.direct):
+        # who looks into a box waits for its element; only the first instance's taps are not protected by edge y
+        if layer == 0:
+            hint(c, op)
+            edge += 1
+            wait(c, edge, op, acquire=False)
+        timeline.mark(c.track, "update", layer)
+        update_rows(c, layer, s, (taps, late), turn, op)
+        consumers(op)
+    else:
+        hint(c, op)
+        edge += 1
+        timeline.mark(c.track, "edge proj", layer, kind="edge")
+        wait(c, edge, op, acquire=False)
+        timeline.mark(c.track, "update", layer)
+        update_rows(c, layer, s, (taps, late), turn, op)
+        hint(c, op)
+        edge += 1
+        timeline.mark(c.track, "edge o", layer, kind="edge")
+        wait(c, edge, op, acquire=False)
     timeline.mark(c.track, "o_proj", layer)
     rO = cute.make_rmem_tensor(cute.make_layout((4, op.tiles(d.kda_dim).vectors)), Uint32)
     gated_rows(c, layer, turn, rO, op)
-    it = out_rows(c, layer, it, rO, y, op)
-    return it, edge
+    it, taps = out_rows(c, layer, it, rO, y, op)
+    return it, edge, taps
 
 
 @cute.jit

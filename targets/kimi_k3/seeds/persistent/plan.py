@@ -179,7 +179,8 @@ def most(n, ctas, unit=1):
 class Op:
     """Everything the kernel knows when it is compiled. `d` is cfg.dims; `tiled`: weights pass in tiles (`tensor`), for
     one token to eight, else in whole rows for one. `ahead`: how many stages beyond those it brings a producer asks L2
-    for; `in_flight`: how many may be on their way at once, 0 for the whole ring.
+    for; `in_flight`: how many may be on their way at once, 0 for the whole ring. `direct`: who
+    needs values of other CTAs waits for them alone, where that is enough.
     """
 
     d: object
@@ -191,6 +192,7 @@ class Op:
     tiled: bool = False
     ahead: int = 0
     in_flight: int = 0
+    direct: bool = False
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0
