@@ -55,6 +55,8 @@ def test_there_are_enough() -> None:
         "latent-moe",
         "decode",
         "persistent",
+        "allreduce-attn-res",
+        "oproj-allreduce",
     }
     assert built_in() == CATALOGUE
 

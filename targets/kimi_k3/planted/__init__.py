@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from functools import cache
 
-from targets.kimi_k3.planted import attention, controls, hacks, moe, persistent, products, second
+from targets.kimi_k3.planted import (
+    attention,
+    controls,
+    hacks,
+    moe,
+    peers,
+    persistent,
+    products,
+    second,
+)
 from targets.planted import Planted
 
 
@@ -18,5 +27,5 @@ def catalogue() -> tuple[Planted, ...]:
     return (
         *products.gemv(), *products.attn_res(), *moe.router(), *attention.kda(), *attention.mla(), *moe.latent_moe(),
         *products.sharded(), *products.decode(), *persistent.kernels(), *hacks.kernels(),
-        *second.kernels(), *controls.kernels(),
+        *second.kernels(), *controls.kernels(), *peers.peers(),
     )  # fmt: skip

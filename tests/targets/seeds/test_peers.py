@@ -1,0 +1,85 @@
+"""The seeds on two ranks, judged on the cpu device: right in every protocol, and planted mistakes are caught."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sandbox.compile_client import CompileClient
+from sandbox.devices.cpu import CpuDevice
+from sandbox.jobs import CompileJob, JudgeJob
+from sandbox.judge import judge
+from sandbox.judge.case import open_case
+from sandbox.judge.checks import Checker, Moment
+from sandbox.judge.locate import Where
+from sandbox.verdict import Status, Tier, Verdict
+from targets.base import Options, Scalar, find
+from targets.kimi_k3.planted.peers import peers
+
+SIZE = Options("tiny-tp2", 3, 2)
+
+
+def judged(
+    compiler: CompileClient,
+    target: str,
+    source: str,
+    tunables: Mapping[str, Scalar],
+    options: Options = SIZE,
+) -> Verdict:
+    torch.set_num_threads(1)
+    w = find(target).workload(options)
+    job = CompileJob(source, target, w.key, w.dims, w.buffers, tunables=tunables)
+    found = compiler.compile(job)
+    assert found.artifact is not None, found.failure
+    fields = {
+        "preset": options.preset,
+        "layers": options.layers,
+        "rows": options.rows,
+        "extra": dict(options.extra),
+    }
+    return judge.run(
+        JudgeJob(found.artifact, target, fields, "cpu", Tier.SCREEN, seed=7), CpuDevice()
+    )
+
+
+def test_the_seed_passes(compiler: CompileClient) -> None:
+    target = "kimi-k3-allreduce-attn-res"
+    verdict = judged(compiler, target, find(target).seed_source(), {})
+    assert verdict.status is Status.PASSED, verdict.failure
+    said = " ".join(verdict.checked)
+    assert "steps with the ranks apart in time" in said and "same bits on all of them" in said
+    assert "without rank 0: hang (deadlock); without rank 1: hang (deadlock)" in said
+    assert verdict.timing is not None and verdict.timing.workloads[0].launches == 3
+    assert not verdict.findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", peers(), ids=lambda p: p.name)
+def test_planted(compiler: CompileClient, p) -> None:  # type: ignore[no-untyped-def]
+    verdict = judged(compiler, p.target, p.text(), p.tunables, p.options)
+    if p.kind == "good":
+        assert verdict.status is Status.PASSED, verdict.failure
+    else:
+        assert str(verdict.status) in p.expect, verdict.failure
+
+
+def test_ranks_that_hold_other_bits_are_wrong() -> None:
+    """Inside the noise band on each rank, but not the same on both."""
+    torch.set_num_threads(1)
+    target = "kimi-k3-allreduce-attn-res"
+    fields = {"preset": "tiny-tp2", "layers": 2, "rows": 1}
+    case = open_case(JudgeJob(None, target, fields, "cpu", seed=3), CpuDevice())  # type: ignore[arg-type]
+    r, w = case.reference, case.workload
+    given = {**r.weights(w, 1, "cpu"), **r.inputs(w, 1, 0, "cpu")}
+    after = dict(r.run(w, given, "oracle").tensors)
+    before = {n: torch.zeros_like(t) for n, t in after.items()}
+    m = Moment(given, before, after, Where(0, 0, "test", case.axes))
+    assert Checker(case).check(m) is None
+    nudged = after["outputs.y.1@1"].clone()
+    nudged[0, 5] = torch.nextafter(nudged[0, 5], nudged[0, 5] * 2)
+    failure = Checker(case).check(replace(m, after={**after, "outputs.y.1@1": nudged}))
+    assert failure is not None and failure.rule == "ranks-differ"
+    assert failure.where["tensor"] == "outputs.y.1" and failure.where["rank"] == 1
