@@ -193,8 +193,16 @@ class CudaDriver:
         )
 
     def end_capture(self, stream: int) -> Any:
+        return self.instantiate(self.captured(stream), stream)
+
+    def captured(self, stream: int) -> Any:
+        """End a capture: the graph, not yet to be replayed."""
         cu = self._cu
-        graph = self._one(cu.cuStreamEndCapture(cu.CUstream(stream)), "cuStreamEndCapture")
+        return self._one(cu.cuStreamEndCapture(cu.CUstream(stream)), "cuStreamEndCapture")
+
+    def instantiate(self, graph: Any, stream: int) -> Any:
+        """Make it replayable. Not while this thread captures on another stream."""
+        cu = self._cu
         try:
             ready = self._one(cu.cuGraphInstantiate(graph, 0), "cuGraphInstantiate")
         finally:

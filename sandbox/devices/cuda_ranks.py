@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sandbox.artifact import Artifact, LaunchPlan, PlanName
 from sandbox.devices.base import DeviceFacts, Faulted, Refused
 from sandbox.devices.cuda import HANG_S, SPIN_S, CudaDevice, no_gpu
-from sandbox.devices.cuda_driver import CudaError
+from sandbox.devices.cuda_driver import CudaDriver, CudaError
 from sandbox.devices.cuda_faults import errors_as_faults, faulted
 from sandbox.devices.cuda_program import CudaBound, CudaProgram
 from sandbox.devices.cuda_toolchain import build
@@ -117,11 +117,16 @@ class CudaRanks:
             except BaseException:
                 for device in self.devices:  # the first error says why
                     with suppress(CudaError):
-                        device.driver.end_capture(device.stream)
+                        _driver(device).captured(device.stream)
                 raise
+            # all captures end before the first graph is made: that is not allowed while one goes on
+            taken = []
             for rank, device in enumerate(self.devices):
                 with self.contexts[rank].current():
-                    graphs.append(device.driver.end_capture(device.stream))
+                    taken.append(_driver(device).captured(device.stream))
+            for rank, device in enumerate(self.devices):
+                with self.contexts[rank].current():
+                    graphs.append(_driver(device).instantiate(taken[rank], device.stream))
         return RanksGraph(launches, self, tuple(graphs), work)
 
     def synchronize(self) -> None:
@@ -312,6 +317,12 @@ class RanksProgram:
 
     def findings(self) -> tuple[Failure, ...]:
         return ()
+
+
+def _driver(device: CudaDevice) -> CudaDriver:
+    """The real driver: of several GPUs there is no fake."""
+    assert isinstance(device.driver, CudaDriver)
+    return device.driver
 
 
 def _share(artifact: Artifact, rank: int) -> Artifact:

@@ -12,6 +12,15 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32
 
 from targets.kimi_k3.seeds.attn_res import Mix, MixState, attn_res
+from targets.kimi_k3.seeds.collectives import (
+    ATTN,
+    MOE,
+    REDUCE,
+    collectives_workspace,
+    moe_between,
+    site,
+    swap,
+)
 from targets.kimi_k3.seeds.common import begin, pick, pick_layer
 from targets.kimi_k3.seeds.gemv import Extra, gemv, gemv_situ
 from targets.kimi_k3.seeds.kda import KDA_STATES, KDA_WEIGHTS, kda_core, kda_workspace
@@ -82,29 +91,32 @@ def bit(value: cutlass.Constexpr, n: Int32, layers: cutlass.Constexpr):
 def attention(n, t, cfg: cutlass.Constexpr, stream):
     """space.attn = a of layer n on space.x, o_proj and its all-reduce included."""
     d, space = cfg.dims, t.workspace
-    sharded = d.ranks > 1
+    sharded, peers = d.ranks > 1 and d.gpus == 1, d.gpus > 1
     extra = Extra(remote=pick([r.attn for r in t.inputs.remote.layers], n)) if sharded else Extra()
+    out = space.partial if peers else space.attn
     if cutlass.const_expr("K" in d.attn):
         if bit(mask(d.attn, "K"), n, d.layers) == 1:
             w = pick_member(t.weights.layers, d.attn, "K", n, KDA_WEIGHTS)
             s = pick_member(t.states.layers, d.attn, "K", n, KDA_STATES)
             gemv(space.x, w.in_proj, space.kda_proj, Extra(), cfg, stream)
             kda_core(w, s, t.inputs, space, cfg, stream)
-            gemv(space.kda_out, w.o_proj, space.attn, extra, cfg, stream)
+            gemv(space.kda_out, w.o_proj, out, extra, cfg, stream)
     if cutlass.const_expr("M" in d.attn):
         if bit(mask(d.attn, "M"), n, d.layers) == 1:
             w = pick_member(t.weights.layers, d.attn, "M", n, mla_weights(d))
             s = pick_member(t.states.layers, d.attn, "M", n, ("kv",))
             gemv(space.x, w.a_proj, space.mla_proj, Extra(), cfg, stream)
             mla_core(w, s.kv, t.inputs, space, cfg, stream)
-            gemv(space.mla_out, w.o_proj, space.attn, extra, cfg, stream)
+            gemv(space.mla_out, w.o_proj, out, extra, cfg, stream)
+    if cutlass.const_expr(peers):
+        swap(out, space.attn, site(t, n, ATTN), REDUCE, cfg, stream)
 
 
 @cute.jit
 def ffn(n, t, cfg: cutlass.Constexpr, stream):
     """space.delta = output of the FFN of layer n on space.x."""
     d, space = cfg.dims, t.workspace
-    sharded = d.ranks > 1
+    sharded, peers = d.ranks > 1 and d.gpus == 1, d.gpus > 1
     if cutlass.const_expr("D" in d.ffn):
         if bit(mask(d.ffn, "D"), n, d.layers) == 1:
             w = pick_member(t.weights.layers, d.ffn, "D", n, ("dense_gate_up", "dense_down"))
@@ -113,7 +125,10 @@ def ffn(n, t, cfg: cutlass.Constexpr, stream):
             if cutlass.const_expr(sharded):
                 dense = [t.inputs.remote.layers[k].dense for k in members(d.ffn, "D")]
                 extra = Extra(remote=dense[0])
-            gemv(space.dense_hidden, w.dense_down, space.delta, extra, cfg, stream)
+            out = space.partial if peers else space.delta
+            gemv(space.dense_hidden, w.dense_down, out, extra, cfg, stream)
+            if cutlass.const_expr(peers):
+                swap(out, space.delta, site(t, n, MOE), REDUCE, cfg, stream)
     if cutlass.const_expr("E" in d.ffn):
         if bit(mask(d.ffn, "E"), n, d.layers) == 1:
             which = bits_before(mask(d.ffn, "E"), n, d.layers)
@@ -122,8 +137,11 @@ def ffn(n, t, cfg: cutlass.Constexpr, stream):
             remote = [t.inputs.remote.layers[k] for k in experts] if sharded else None
             send = [numbered(t.outputs.send.layers, k) for k in experts] if sharded else None
             ids = t.outputs.ids[which, None, None]
-            exchange = moe_remote(remote, send, which, d)
-            moe_ffn(space.x, w, exchange, ids, space.delta, space, cfg, stream)
+            if cutlass.const_expr(peers):
+                moe_between(n, t, w, ids, cfg, stream)
+            else:
+                exchange = moe_remote(remote, send, which, d)
+                moe_ffn(space.x, w, exchange, ids, space.delta, space, cfg, stream)
 
 
 def bank(t, dims):
@@ -144,7 +162,7 @@ def workspace(dims, cfg):
         found |= moe_workspace(dims, cfg)
     if "D" in dims.ffn:
         found["dense_hidden"] = ("bf16", (dims.rows, dims.dense_dim), "undefined", "step")
-    return found
+    return found | collectives_workspace(dims) if dims.gpus > 1 else found
 
 
 def mix_vectors(t):
