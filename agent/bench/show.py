@@ -31,13 +31,13 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
         value = row.get(name)
         return None if value is None else 100 * float(value)
 
-    note = "best baseline" if row.get("best_baseline") == row["arm"] else row.get("failure", "")
-    skipped = row.get("skipped") or {}
-    if skipped:
-        note = "; ".join(f"{k} skipped: {v}" for k, v in skipped.items())
+    notes = [row.get("failure", "")]
+    if row.get("best_baseline") == row["arm"]:
+        notes.append("best baseline")
+    notes += [f"{k} skipped: {v}" for k, v in (row.get("skipped") or {}).items()]
     without = [n.split(":")[0] for n in row.get("notes") or () if ": skipped" in n]
-    if without:
-        note = "; ".join(filter(None, (note, f"without {', '.join(without)}")))
+    notes.append(f"without {', '.join(without)}" if without else "")
+    note = "; ".join(filter(None, notes))
     measured, spec = percent("fraction_of_floor_measured"), percent("fraction_of_floor_spec")
     return {**row, "measured": measured, "spec": spec, "note": note}
 

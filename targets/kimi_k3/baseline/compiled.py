@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from targets.base import Workload
 from targets.kimi_k3.baseline.graph import Calls, TorchGraphBaseline
@@ -30,7 +31,16 @@ class CompiledBaseline(TorchGraphBaseline):
         if not next(iter(tensors.values())).is_cuda:
             raise RuntimeError("torch.compile is timed on a GPU only")
         self.calls = compiled(os.environ.get("KERNELGEN_COMPILE_MODE", MODE))
-        super().prepare(w, tensors)
+        super().prepare(w, {name: _alone(t) for name, t in tensors.items()})
+
+
+def _alone(t: Tensor) -> Tensor:
+    """The same memory as a tensor with a storage of its own: functionalisation refuses to write into one of several
+    inputs that share a storage under different dtypes, as the judge's do."""
+    try:
+        return torch.from_dlpack(t)
+    except (BufferError, RuntimeError):  # a dtype that DLPack does not know
+        return t
 
 
 def compiled(mode: str) -> Calls:
