@@ -83,3 +83,15 @@ def test_ranks_that_hold_other_bits_are_wrong() -> None:
     failure = Checker(case).check(replace(m, after={**after, "outputs.y.1@1": nudged}))
     assert failure is not None and failure.rule == "ranks-differ"
     assert failure.where["tensor"] == "outputs.y.1" and failure.where["rank"] == 1
+
+
+@pytest.mark.slow
+def test_the_stack_of_two_ranks_passes(compiler: CompileClient) -> None:
+    """kimi-k3-decode in mode peer2: five exchanges a layer, states on both ranks."""
+    options = replace(SIZE, layers=4, extra={"mode": "peer2"})
+    source = find("kimi-k3-decode").seed_source()
+    verdict = judged(compiler, "kimi-k3-decode", source, {}, options)
+    assert verdict.status is Status.PASSED, verdict.failure
+    assert verdict.correctness is not None
+    names = {t.name for t in verdict.correctness.tensors}
+    assert {"outputs.out", "outputs.out@1", "states.layers.3.kv@1"} <= names
