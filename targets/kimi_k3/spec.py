@@ -62,7 +62,7 @@ from targets.kimi_k3 import floors, seeds
 from targets.kimi_k3.baseline import BASELINES, STRONG
 from targets.kimi_k3.brief import brief as equations
 from targets.kimi_k3.layout import BUILD
-from targets.kimi_k3.options import counts, dims, resolve
+from targets.kimi_k3.options import PAIRED, counts, dims, resolve
 from targets.kimi_k3.sizes import FAMILIES, PAIR_PRESETS, PRESETS
 
 
@@ -82,8 +82,9 @@ class KimiTarget:
 
     @property
     def baselines(self) -> Mapping[str, str]:
-        """Name -> `module:Class` with `prepare(w, tensors)` (once) and `step()` (capturable, writes in place)."""
-        return BASELINES
+        """Name -> `module:Class` with `prepare(w, tensors)` (once) and `step()` (capturable, writes in place). On two GPUs
+        there are none here: NCCL wants processes of its own (benchmarks/peer.py)."""
+        return {} if self.part in PAIRED else BASELINES
 
     @property
     def strong_baselines(self) -> tuple[str, ...]:
