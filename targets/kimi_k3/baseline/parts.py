@@ -117,7 +117,7 @@ class Maker:
 
     def ahead(self, weights: Tensor | None, like: Tensor) -> Ahead:
         """Up to about FETCH bytes of `weights` for the launch before; nothing where launches do not overlap."""
-        if weights is None or not self.pdl:
+        if weights is None or not self.pdl or not FETCH:
             return Ahead(like, 0, 1)
         size = weights.numel() * weights.element_size()
         stride = max(1, round(size / FETCH))

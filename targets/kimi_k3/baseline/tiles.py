@@ -30,12 +30,12 @@ FIXED = {
     "attn_res": Tile(1, 1, 16),
     "select": Tile(1, 1, 4),
     "rank": Tile(32, 128, 4),
-    "kda": Tile(1, 1, 8),
+    "kda": Tile(1, 1, 4),
     "query": Tile(1, 64, 4),
     "attention": Tile(1, 1, 4, 2),
     "join": Tile(32, 16, 8),
-    "up": Tile(16, 64, 4),
-    "down": Tile(8, 16, 4),
+    "up": Tile(8, 64, 4),
+    "down": Tile(4, 16, 4),
 }
 
 
@@ -62,7 +62,7 @@ def product(place: str, shape: tuple[int, int], mp: int) -> Tile:
     n, k = shape
     if mp == 1:
         if place == "front":
-            return Tile(4, 512)
+            return Tile(4, 512, 8)
         bk = power(k) if k <= 1024 else 1024
         return Tile(4, bk)
     bk = min(256 if mp <= 32 else 128, power(k))

@@ -60,7 +60,7 @@ def kda_kernel(
     safe = tl.maximum(slot, 0).to(tl.int64)
     at = states + (safe * HEADS + h) * W * W + i[:, None] * W + i[None, :]
     S = tl.load(at)
-    low = tl.load(f_b + c[:, None] * RANK + j[None, :]).to(tl.float32)
+    low = tl.load(f_b + c[:, None] * RANK + j[None, :])
     taps += safe * (9 * D)
     past_q = remembered(taps, conv, c, 3 * D)
     past_k = remembered(taps, conv, D + c, 3 * D)
@@ -73,10 +73,11 @@ def kda_kernel(
     xq = tl.load(y + c)
     xk = tl.load(y + D + c)
     xv = tl.load(y + 2 * D + c)
-    f_a = tl.load(y + 4 * D + j).to(tl.float32)
+    f_a = tl.load(y + 4 * D + j)
     beta = sigmoid(tl.load(y + 4 * D + RANK + h).to(tl.float32))
     open_gate = sigmoid(tl.load(y + 3 * D + c).to(tl.float32))
-    raw = bf(tl.sum(low * f_a[None, :], 1))
+    # tensor cores want sixteen columns: all are f_a
+    raw = bf(tl.max(tl.dot(low, f_a[:, None] + tl.zeros([RANK, 16], dtype=tl.bfloat16)), 1))
     q = convolved(past_q, xq, conv, c)
     k = convolved(past_k, xk, conv, D + c)
     v = convolved(past_v, xv, conv, 2 * D + c)
