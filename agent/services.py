@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,6 +110,19 @@ def _hired(wanted: farm.Farm, w: Wanted, workspace: Workspace) -> dict[str, Star
     except farm.Unusable as error:
         raise Unavailable(f"workers {w.workers}: {error}") from error
     return {kind: (_services_of(crew, kind), facts) for kind, facts in crew.kinds.items()}
+
+
+def roll(w: Wanted, workspace: Workspace) -> list[dict[str, Any]]:
+    """The workers that `w.workers` names, after they have answered. Raises Unavailable."""
+    wanted = farm.parse(w.workers)
+    assert wanted is not None
+    orders = farm.Orders(w.device, workspace.root, new_run_id(), w.arch, every_kind=True)
+    try:
+        crew = farm.hire(wanted, orders)
+    except farm.Unusable as error:
+        raise Unavailable(f"workers {w.workers}: {error}") from error
+    with closing(crew):
+        return crew.roll()
 
 
 def _services_of(crew: farm.Crew, kind: str) -> Services:

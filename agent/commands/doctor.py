@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from agent.commands import common
-from agent.config import KEYS, file_defaults, has_gpu
+from agent.config import KEYS, default_device, file_defaults, has_gpu
 from agent.models.base import Unavailable
-from agent.services import Wanted, device_facts, judge_state, new_compiler, new_judge
-from agent.versions import versions
+from agent.services import Wanted, device_facts, judge_state, new_compiler, new_judge, roll
+from agent.versions import version, versions
 from agent.workspace import Workspace
 from sandbox.compile_client import NoIsolation
 from sandbox.judge_client import describe_isolation as describe
@@ -37,9 +37,12 @@ def _chosen(ctx: click.Context, param: click.Parameter, value: str | None) -> st
 @click.option(
     "--remeasure", is_flag=True, help="Forget what was measured of the GPUs here and measure again."
 )
+@common.workers_option
 @common.db_option
 @common.json_option
-def doctor(probe: bool, device: str | None, remeasure: bool, db: Path, as_json: bool) -> int:
+def doctor(
+    probe: bool, device: str | None, remeasure: bool, workers: str, db: Path, as_json: bool
+) -> int:
     """Say what works here: versions, assembler, jail, devices, keys, settings files.
 
     Of a GPU it measures, once, and keeps: streaming reads and copies, L2, the gaps between launches
@@ -51,6 +54,9 @@ def doctor(probe: bool, device: str | None, remeasure: bool, db: Path, as_json: 
       kernelgen doctor
       kernelgen doctor --device cuda --json
       kernelgen doctor --no-probe
+      kernelgen doctor --workers ray://10.0.0.1:6379 --device cuda
+
+    With --workers it joins the cluster, starts its workers, lists them and lets them go.
 
     Exit code 4 if kernels cannot be compiled here or no device works.
     """
@@ -63,11 +69,15 @@ def doctor(probe: bool, device: str | None, remeasure: bool, db: Path, as_json: 
         "settings_files": [str(f) for f in files], "settings": sorted(found),
         "environment": sorted(k for k in os.environ if k.startswith("KERNELGEN_")),
         "record": {"path": str(db), "exists": db.exists()}, "jail": None, "devices": {},
+        "ray": version("ray"), "workers": None,
     }  # fmt: skip
     if probe:
         data["jail"] = _jail(Workspace.beside(db))
         there = ("cuda", "cpu") if has_gpu() else ("cpu",)
         data["devices"] = {d: _device(d) for d in ((device,) if device else there)}
+    if workers:
+        wanted = Wanted(device or default_device(), workers=workers)
+        data["workers"] = roll(wanted, Workspace.beside(db))
     common.emit(as_json, data, _text(data, probe))
     works = any(d["ok"] for d in data["devices"].values())
     compiles = bool(data["ptxas"]) and (not probe or data["jail"]["ok"])
@@ -150,6 +160,12 @@ def _text(d: dict[str, Any], probed: bool) -> str:
             lines += [f"  {line}" for line in roofline(facts)] if facts["ok"] else []
             if facts["ok"]:
                 lines.append(f"judge on {name}: {describe(facts['isolation'])}")
+    lines.append(
+        f"Ray: {d['ray'] or 'not installed; --workers ray needs the extra: kernelgen[ray]'}"
+    )
+    for w in d["workers"] or ():
+        kind = f", {w['kind']}" if w["kind"] else ""
+        lines.append(f"worker {w['name']}: {w['state']}{kind}{': ' + w['why'] if w['why'] else ''}")
     lines.append(f"GPU: {'present' if d['gpu_present'] else 'none'}")
     lines += [
         f"key for {name}: {'set' if there else 'not set'}" for name, there in d["keys"].items()

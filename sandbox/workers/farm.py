@@ -31,7 +31,7 @@ class Unusable(RuntimeError):
 @dataclass(frozen=True)
 class Orders:
     """What the workers are to do. `root`: the folder for results and artifacts; `scope`: the run; `kinds`: kinds of
-    device, () for the only one there is; `extra`: for the judge's server.
+    device, () for the only one there is, or with `every_kind` for all there are; `extra`: for the judge's server.
     """
 
     device: str
@@ -42,7 +42,7 @@ class Orders:
     tier: str | None = None
     trust_this_code: bool = False
     deadline_s: float = 120.0
-    judges: bool = True
+    every_kind: bool = False
     extra: tuple[str, ...] = ()
 
     def setup(self, post: Post) -> Setup:
@@ -77,6 +77,22 @@ class Crew:
     def describe(self) -> str:
         return self.pool.roster.describe()
 
+    def roll(self) -> list[dict[str, Any]]:
+        """Every worker there is or was: name, role, state, kind of device, jobs done, and what is wrong with it."""
+        roster = self.pool.roster
+        with roster.changed:
+            return [
+                {
+                    "name": m.name,
+                    "role": m.post.role,
+                    "state": m.state,
+                    "kind": m.kind,
+                    "done": m.done,
+                    "why": m.why,
+                }
+                for m in roster.members
+            ]
+
     def close(self) -> None:
         self.pool.close()
 
@@ -106,8 +122,6 @@ def hire(
 def _kinds(pool: Pool, orders: Orders) -> dict[str, Mapping[str, Any]]:
     """Which kinds of device will judge. With none named, every worker is heard first, and there must be one kind."""
     pool.settle("compile", ())
-    if not orders.judges:
-        return {}
     pool.settle("judge", orders.kinds or None)
     found = pool.kinds()
     if orders.kinds:
@@ -123,7 +137,7 @@ def _kinds(pool: Pool, orders: Orders) -> dict[str, Mapping[str, Any]]:
         }
         if not found:
             raise NoWorker(f"no worker has a device of architecture {orders.arch}")
-    if len(found) > 1:
+    if len(found) > 1 and not orders.every_kind:
         raise NoWorker(
             f"the workers have devices of several kinds, choose with --kind: {', '.join(sorted(found))}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from sandbox.workers import farm
 from targets import base
 from tests.agent.conftest import Kit, Quiet
 from tests.agent.test_kill import record
-from tests.sandbox.workers.shop import QUICK, Shop, ToldJudge, gpus, infra
+from tests.sandbox.workers.shop import QUICK, Shop, ToldJudge, facts, gpus, infra
 
 SOURCES = [
     fakes.kernel(90, extra='TUNABLES = {"threads": (256, 128)}\n# cost: threads 128=0.9\n'),
@@ -111,6 +112,47 @@ def test_what_makes_no_sense_is_said_before_anything_starts(
 ) -> None:
     result = CliRunner().invoke(main, ["optimize", "--target", "fake", *arguments])
     assert result.exit_code == 2 and words in " ".join(result.output.split())
+
+
+def test_evaluate_on_two_kinds_of_device_records_two_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = Shop(tmp_path / "shop", gpus(1, 1))
+    shop.kinds[shop.cluster.there[1].id] = facts("B200", "sm_100a")
+    monkeypatch.setattr(farm, "hire", shop.hire)
+    (tmp_path / "slow.py").write_text(fakes.kernel(200))
+    arguments = ["--target", "fake", "--device", "cuda", "--workers", "ray", "--kind", "h200", "--kind", "b200",
+                 "--db", str(tmp_path / "runs.db"), "--json", "seed", str(tmp_path / "slow.py")]  # fmt: skip
+    result = CliRunner().invoke(main, ["evaluate", *arguments])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["results"]
+    assert [(Path(r["file"]).name, r["kind"]) for r in rows] == [
+        ("seed", "h200"), ("seed", "b200"), ("slow.py", "h200"), ("slow.py", "b200"),
+    ]  # fmt: skip
+    assert len({r["verdict"]["artifact"] for r in rows}) == 4  # an architecture each
+    assert [len(j.seen) for j in shop.judges] == [2, 2] and shop.cluster.closed
+    assert len(record(tmp_path)["verdicts"]) == 4
+
+
+def test_doctor_lists_the_workers_and_lets_them_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = Shop(tmp_path / "shop", gpus(1, 1))
+    shop.kinds[shop.cluster.there[1].id] = {}
+    monkeypatch.setattr(farm, "hire", shop.hire)
+    arguments = [
+        "--no-probe",
+        "--device",
+        "cuda",
+        "--workers",
+        "ray",
+        "--db",
+        str(tmp_path / "runs.db"),
+    ]
+    said = CliRunner().invoke(main, ["doctor", *arguments]).stdout.splitlines()
+    judges = [line for line in said if line.startswith("worker judge")]
+    assert judges[0].endswith(": ready, h200") and judges[1].endswith(": bad: the canary failed")
+    assert any(line.startswith("worker compile") for line in said) and shop.cluster.closed
 
 
 def test_local_work_starts_and_imports_no_ray(tmp_path: Path) -> None:

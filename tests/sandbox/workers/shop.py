@@ -20,6 +20,7 @@ from sandbox.workers.fake_cluster import FakeCluster, FakeWorker
 from sandbox.workers.places import Node, Post
 from sandbox.workers.station import Setup, Station, Tools
 
+REAL_HIRE = farm.hire
 QUICK = roster.Times(beat=0.02, silent=0.6, hello=5.0, patience=0.3, closing=2.0)
 
 
@@ -36,6 +37,8 @@ class ToldJudge:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def probe(self, device: str) -> Mapping[str, Any]:
+        if not self.facts:
+            return {"ok": False, "rule": "canary", "message": "the canary failed"}
         return {"ok": True, "facts": dict(self.facts)}
 
     def judge(self, job: JudgeJob) -> Verdict:
@@ -110,8 +113,11 @@ class Shop:
         return Station(Setup.of(setup), Tools(root, self.judges[-1]))
 
     def open(self, scope: str = "run", **orders: Any) -> farm.Crew:
-        asked = farm.Orders("cuda", self.folder / "driver", scope, **orders)
-        return farm.hire(farm.Farm(), asked, self.cluster, QUICK)
+        return self.hire(farm.Farm(), farm.Orders("cuda", self.folder / "driver", scope, **orders))
+
+    def hire(self, wanted: farm.Farm, orders: farm.Orders) -> farm.Crew:
+        """In the place of `farm.hire`."""
+        return REAL_HIRE(wanted, orders, self.cluster, QUICK)
 
     def worker(self, judge: ToldJudge) -> FakeWorker:
         """The worker around a judge."""
