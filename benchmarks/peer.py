@@ -1,10 +1,11 @@
 """The exchange between two GPUs: our fused kernels, the same without an exchange, and the unfused sequences of others.
 
-    python benchmarks/peer.py fused [--target oproj-allreduce] [--preset tp8-pair] [--rows 1 2 8] [--set NAME=VALUE ..]
+    python benchmarks/peer.py compile -o DIR [--target T] [--preset P] [--rows 1 8] [--set NAME=VALUE ...]   (no GPU)
+    python benchmarks/peer.py fused DIR...                                        (artifacts, as `compile` wrote them)
     python benchmarks/peer.py unfused [--preset tp8-pair] [--rows 1 2 4 8]        (two processes, one GPU each)
-    python benchmarks/peer.py latency                                            (peer access, flags, graph launches)
+    python benchmarks/peer.py latency                                             (peer access, flags, graph launches)
 
-One JSON object a line on stdout. Needs two GPUs with peer access. `fused` compiles the target's seed, compares a step
+One JSON object a line on stdout. Needs two GPUs with peer access. `fused` compares a step
 with the reference and times chains of recorded steps on both GPUs from one gate: microseconds per instance of the
 slowest rank. With `--set paired=False` the same kernels run without the other rank (results are then not compared).
 `unfused` is a product, an all-reduce by NCCL or by torch's symmetric memory (without multicast), and AttnRes, each its
@@ -17,7 +18,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -99,77 +99,98 @@ class Pair:
         )
         return {"rel": worst, "ranks_equal": same}
 
-    def us(self) -> float:
-        """Microseconds of one step, of chains of steps."""
-        self.step.launch()
-        self.device.synchronize()
+    def times(self) -> dict[str, Any]:
+        """Microseconds of a step of a chain: recorded as graphs, and enqueued launch by launch behind the gate."""
 
         def chain() -> None:
             for _ in range(CHAIN):
                 self.step.launch()
 
+        chain()
+        self.device.synchronize()
+        queued = [self.device.time(chain) / CHAIN for _ in range(REPEATS)]
         graph = self.device.record(chain, CHAIN)
         for _ in range(3):
             graph.launch()
         self.device.synchronize()
-        return median(self.device.time(graph.launch) for _ in range(REPEATS)) / CHAIN
+        found = sorted(self.device.time(graph.launch) / CHAIN for _ in range(REPEATS))
+        return {
+            "step_us": median(found), "least_us": found[0], "most_us": found[-1], "queued_us": median(queued),
+            "apart": self.device.apart(),
+        }  # fmt: skip
 
 
-def compiled(options: argparse.Namespace, rows: int, folder: Path) -> tuple[Any, Any]:
+def compile_all(options: argparse.Namespace) -> None:
+    """The target's seed for each number of rows, machine code included (it is kept in KERNELGEN_CACHE)."""
     from sandbox import artifact_store
     from sandbox.compile_client import CompileClient, CompileSettings
+    from sandbox.devices.cuda_toolchain import build
     from sandbox.jobs import CompileJob
     from targets.base import Options, find
 
     target = find(f"kimi-k3-{options.target}")
     extra = {"mode": "peer2"} if options.target == "decode" else {}
-    w = target.workload(Options(options.preset, options.layers, rows, extra=extra))
     source = Path(options.source).read_text() if options.source else target.seed_source()
     settings = CompileSettings(
-        folder, idle=1, jobs=1, deadline_s=280, tier="none", trust_this_code=True
+        options.output, idle=1, jobs=1, deadline_s=280, tier="none", trust_this_code=True
     )
     with CompileClient(settings) as compiler:
-        job = CompileJob(source, w.target, w.key, w.dims, w.buffers, tunables=dict(options.set))
-        found = compiler.compile(job)
-    if found.artifact is None:
-        raise SystemExit(f"does not compile: {found.failure}")
-    return w, artifact_store.load(found.artifact)
+        for rows in options.rows:
+            w = target.workload(Options(options.preset, options.layers, rows, extra=extra))
+            job = CompileJob(source, w.target, w.key, w.dims, w.buffers, tunables=dict(options.set))
+            found = compiler.compile(job)
+            if found.artifact is None:
+                raise SystemExit(f"does not compile: {found.failure}")
+            build(artifact_store.load(found.artifact))
+            say(what="compiled", artifact=str(found.artifact), rows=rows, set=dict(options.set))
+
+
+def workload_of(artifact: Any) -> Any:
+    """The workload that an artifact was compiled for."""
+    from targets.base import Options, find
+
+    key = artifact.workload
+    extra = {k[2:]: v for k, v in key.items() if k.startswith("x_")}
+    options = Options(key["preset"], key["layers"], key["rows"], key["context"], extra)
+    return find(artifact.target).workload(options)
 
 
 def fused(options: argparse.Namespace) -> None:
     import torch
 
+    from sandbox import artifact_store
     from sandbox.devices.base import Faulted, Refused
     from sandbox.devices.cuda_ranks import CudaRanks
     from targets.kimi_k3.reference import KimiReference
 
     device = CudaRanks.open(2)
     device.hang_s = 5.0
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        for rows in options.rows:
-            tunables = dict(options.set)
+    with torch.inference_mode():
+        for folder in options.artifacts:
+            begin = time.perf_counter()
+            artifact = artifact_store.load(Path(folder))
+            w = workload_of(artifact)
+            tunables = dict(artifact.tunables)
             row: dict[str, Any] = {
-                "what": "fused", "target": options.target, "preset": options.preset, "rows": rows, "set": tunables,
+                "what": "fused", "target": w.target, "preset": w.options.preset, "rows": w.rows, "layers": w.layers,
+                "tunables": tunables,
             }  # fmt: skip
             try:
-                w, artifact = compiled(options, rows, Path(folder))
                 pair = Pair(device, artifact, w, KimiReference())
-                if tunables.get("paired", True):
+                if tunables.get("paired", True) and not options.no_compare:
                     row |= pair.compare()
-                step = pair.us()
+                row |= pair.times()
             except (Refused, Faulted) as end:
                 say(**row, failed=f"{end.status}: {end.failure.message}")
-                if isinstance(end, Faulted):
+                if isinstance(end, Faulted) and end.status != "infra":
                     return  # the contexts are of no further use
                 continue
-            say(
-                **row,
-                step_us=step,
-                us=step / w.layers,
-                instances=w.layers,
-                apart=device.apart(),
-                gpu=device.facts().name,
-            )
+            row |= {
+                "us": row["step_us"] / w.layers,
+                "gpu": device.facts().name,
+                "commit": options.commit,
+            }
+            say(**row, seconds=round(time.perf_counter() - begin, 2))
 
 
 # ---- others'
@@ -261,12 +282,15 @@ def _sequences(preset: str, rows: int, rank: int) -> Iterator[tuple[str, list[li
         "symm two-shot": (shared, lambda: ops.two_shot_all_reduce_(shared, "sum", name), shared),
     }
 
+    layers = range(w.layers)
+
     def mix(i: int, delta: Any) -> list[Launch]:
         banks = parts.Banks(None, bank, prefix, 0)
         layer = {n: own[f"weights.layers.{i}.{n}"] for n in ("res_norm", "res_proj", "out_norm")}
         one = parts.Mix(layer["res_norm"], layer["res_proj"], layer["out_norm"])
-        row = i if i < bank_rows else -1
-        made = make.attn_res(banks, one, parts.Mixed(prefix, delta, y, min(i, bank_rows), row=row))
+        # the mean number of sources in every instance: a kernel for each number would take a minute to compile
+        sources = round(sum(min(k, bank_rows) for k in layers) / len(layers))
+        made = make.attn_res(banks, one, parts.Mixed(prefix, delta, y, sources))
         return list(made) if isinstance(made, list) else [made]
 
     def product(i: int, out: Any, how: str) -> list[Launch]:
@@ -276,7 +300,6 @@ def _sequences(preset: str, rows: int, rank: int) -> Iterator[tuple[str, list[li
         made = make.linear("o_proj", (x, weight, out))
         return list(made) if isinstance(made, list) else [made]
 
-    layers = range(w.layers)
     yield "o_proj", [product(i, plain, "best") for i in layers]
     yield "o_proj cublas", [product(i, plain, "cublas") for i in layers]
     yield (
@@ -439,15 +462,22 @@ def latency(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="peer.py", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("fused", "unfused", "latency"))
+    parser.add_argument("what", choices=("compile", "fused", "unfused", "latency"))
+    parser.add_argument("artifacts", nargs="*", help="for fused")
+    parser.add_argument("-o", "--output", type=Path, default=Path("peer-store"), help="of compile")
     parser.add_argument("--target", default="oproj-allreduce")
     parser.add_argument("--preset", default="tp8-pair")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--set", type=setting, nargs="*", default=[], help="tunables, name=value")
     parser.add_argument("--source", help="a candidate file in place of the target's seed")
+    parser.add_argument(
+        "--no-compare", action="store_true", help="do not compare with the reference"
+    )
+    parser.add_argument("--commit", default="", help="is put into each row")
     options = parser.parse_args(argv)
-    {"fused": fused, "unfused": unfused, "latency": latency}[options.what](options)
+    what = {"compile": compile_all, "fused": fused, "unfused": unfused, "latency": latency}
+    what[options.what](options)
     return 0
 
 

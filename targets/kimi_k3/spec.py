@@ -82,8 +82,8 @@ class KimiTarget:
 
     @property
     def baselines(self) -> Mapping[str, str]:
-        """Name -> `module:Class` with `prepare(w, tensors)` (once) and `step()` (capturable, writes in place). None on two
-        GPUs: NCCL wants processes of its own (benchmarks/peer.py)."""
+        """Name -> `module:Class` with `prepare(w, tensors)` (once) and `step()` (capturable, writes in place). The
+        pieces on two GPUs have none: NCCL wants processes of its own (benchmarks/peer.py)."""
         return {} if self.part in PAIRED else BASELINES
 
     @property
