@@ -78,7 +78,6 @@ def shape(dims, cfg, rows=1):
         cfg.tile_stages if tiled else cfg.ring_stages,
         cfg.spin_limit,
         tiled,
-        getattr(cfg, "l2_ahead", 0),
         getattr(cfg, "in_flight", 0),
         getattr(cfg, "direct", False),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, Uint32
+from cutlass import BFloat16, Int32, Uint32
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.persistent.chain import add_before, load_x0, prefetch_vectors, shape
@@ -24,22 +24,21 @@ from targets.kimi_k3.seeds.persistent.kda_rows import (
     kda_rows,
     load_rows,
     load_taps,
+    projected,
     seat,
     slots_here,
 )
-from targets.kimi_k3.seeds.persistent.l2 import Piece, fill_on, fill_tiles_on
-from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
+from targets.kimi_k3.seeds.persistent.tensor import pack_rows
 
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
     "stage_bytes": (28672, 14336),
     "tiles_from": (2, 1),
     "tile_stages": (6, 12, 5, 4, 3, 2),
-    "tile_bytes": (29696, 15360),
-    "l2_ahead": (0, 4, 8, 2, 12),
+    "tile_bytes": (28672, 14336),
     "direct": (False, True),
-    "in_flight": (0, 2, 3, 4, 1, 5, 6),
+    "in_flight": (2, 3, 0, 4, 1, 5, 6),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 12, 16, 32, 64, 128, 132),
     "spin_limit": (0, 200000, 2000000),
@@ -50,43 +49,16 @@ MOST_ROWS = 8
 
 
 @cute.jit
-def pieces(c: Ctx, layer: Int32, op: cutlass.Constexpr):
-    """This CTA's rows of in_proj and of o_proj."""
-    d = op.d
-    first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
-    inward = Piece(field(c, layer, F["in_proj"], COUNT) + Int64(first) * (2 * d.hidden), Int32(n))
-    first, n = share(d.hidden, c.cta, op.ctas)
-    outward = Piece(field(c, layer, F["o_proj"], COUNT) + Int64(first) * (2 * d.kda_dim), Int32(n))
-    return inward, outward
-
-
-@cute.jit
 def produce(c: Ctx, op: cutlass.Constexpr):
-    d = op.d
     it = Int32(0)
     prefetch_vectors(c, Int32(0), "K", op)
-    g, h = op.rows(d.hidden), op.rows(d.kda_dim)
-    if cutlass.const_expr(op.tiled):
-        g, h = op.tiles(d.hidden), op.tiles(d.kda_dim)
-    for layer in cutlass.range(d.layers, unroll=1):
-        if layer + 1 < d.layers:
+    for layer in cutlass.range(op.d.layers, unroll=1):
+        if layer + 1 < op.d.layers:
             prefetch_vectors(c, layer + 1, "K", op)
-        if cutlass.const_expr(op.ahead == 0):
-            if cutlass.const_expr(op.tiled):
-                it = fill_kda_rows(c, layer, it, op)
-            else:
-                it = fill_kda(c, layer, it, op)
+        if cutlass.const_expr(op.tiled):
+            it = fill_kda_rows(c, layer, it, op)
         else:
-            inward, outward = pieces(c, layer, op)
-            following, _ = pieces(c, layer + 1 if layer + 1 < d.layers else layer, op)
-            rows = following.rows if layer + 1 < d.layers else Int32(0)
-            following = Piece(following.source, rows)
-            if cutlass.const_expr(op.tiled):
-                it = fill_tiles_on(c, it, (inward, g), (outward, h), op)
-                it = fill_tiles_on(c, it, (outward, h), (following, g), op)
-            else:
-                it = fill_on(c, it, (inward, g), (outward, h), op)
-                it = fill_on(c, it, (outward, h), (following, g), op)
+            it = fill_kda(c, layer, it, op)
 
 
 @cute.jit
@@ -119,7 +91,7 @@ def consume_rows(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
     d = op.d
     it, edge = Int32(0), Int32(0)
     slots_here(c, slots, op)
-    taps = fold_taps(c, load_taps(c, Int32(0), seat(c, op), op), op)
+    taps = fold_taps(c, load_taps(c, Int32(0), seat(c, op), op), seat(c, op), op)
     for layer in cutlass.range(d.layers, unroll=1):
         if layer > 0:
             edge += 1
@@ -159,15 +131,34 @@ def chain_kernel(
 
 
 def workspace(dims, cfg):
+    op = shape(dims, cfg, MOST_ROWS)
+    packed = {
+        "packed_in": (
+            "bf16",
+            (dims.layers, projected(dims), dims.hidden),
+            "undefined",
+            "persistent",
+        ),
+        "packed_out": ("bf16", (dims.layers, dims.hidden, dims.kda_dim), "undefined", "persistent"),
+    }
     return {
-        "mail": ("i32", (shape(dims, cfg, MOST_ROWS).mail_words,), "undefined", "persistent"),
+        "mail": ("i32", (op.mail_words,), "undefined", "persistent"),
         "sync": ("i32", (128,), "zero", "persistent"),
+        **(packed if op.tiled else {}),
     }
 
 
 @cute.jit
 def prepare(t, cfg, stream):
+    op = shape(cfg.dims, cfg, MOST_ROWS)
     empty_boxes(t.workspace.mail, stream)
+    if cutlass.const_expr(op.tiled):
+        for n in cutlass.range_constexpr(cfg.dims.layers):
+            w = t.weights.layers[n]
+            rows = projected(cfg.dims)
+            pack_rows(w.in_proj, t.workspace.packed_in[n, None, None], rows, op.ctas, stream)
+            rows = cfg.dims.hidden
+            pack_rows(w.o_proj, t.workspace.packed_out[n, None, None], rows, op.ctas, stream)
 
 
 @cute.jit
@@ -175,6 +166,10 @@ def step(t, cfg, stream):
     """y_i = a of the KDA layer on x_i = bf(inputs.x[i] + y_{i-1}), o_proj and its all-reduce included."""
     op = shape(cfg.dims, cfg, MOST_ROWS)
     found = [chain_tensors(t, n, cfg.dims) for n in range(cfg.dims.layers)]
+    if cutlass.const_expr(op.tiled):
+        for n in cutlass.range_constexpr(cfg.dims.layers):
+            found[n]["in_proj"] = t.workspace.packed_in[n, None, None]
+            found[n]["o_proj"] = t.workspace.packed_out[n, None, None]
     names = tuple(tuple(x) for x in found)
     tensors = tuple(tuple(x.values()) for x in found)
     w = t.workspace

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from kernelgen import timeline
 
-from targets.kimi_k3.seeds.common import high, lanes_sum, low, pack_bf16, round_bf16, sigmoid, silu
+from targets.kimi_k3.seeds.common import high, lanes_sum, low, pack_bf16, round_bf16
 from targets.kimi_k3.seeds.persistent.device import (
     KDAS,
     LAYERS,
@@ -67,14 +67,20 @@ class Taps(NamedTuple):
 
 
 class Late(NamedTuple):
-    """rows: f32 [4, 4, turns] of states; f_b words [4, 4, 2]; bias of two rows of f_b."""
+    """rows: f32 [4, 4, turns] of states; f_b words [4, 4, 2]; bias of two rows of f_b; rate: e^A_log."""
 
     rows: Any
     f_b: Any
     bias: Any
+    rate: Any
 
 
 # ---- which thread has what
+
+
+def projected(d):
+    """Rows of in_proj that mean something."""
+    return 4 * d.kda_dim + d.f_rank + d.kda_heads
 
 
 def widths(op):
@@ -91,16 +97,16 @@ def widths(op):
 
 @cute.jit
 def fill_kda_rows(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
+    """in_proj and o_proj are packed."""
     d = op.d
     g = op.tiles(d.hidden)
-    first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
+    first, n = share(projected(d), c.cta, op.ctas)
     source = field(c, layer, F["in_proj"], COUNT) + Int64(first) * g.row_bytes
     it = fill_tiles(c, it, source, n, g, op)
     g = op.tiles(d.kda_dim)
     first, n = share(d.hidden, c.cta, op.ctas)
-    return fill_tiles(
-        c, it, field(c, layer, F["o_proj"], COUNT) + Int64(first) * g.row_bytes, n, g, op
-    )
+    source = field(c, layer, F["o_proj"], COUNT) + Int64(first) * g.row_bytes
+    return fill_tiles(c, it, source, n, g, op)
 
 
 @cute.jit
@@ -159,10 +165,24 @@ def channel_of(s: Seat, i: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
+def mine(c: Ctx, k: cutlass.Constexpr, s: Seat, op: cutlass.Constexpr):
+    """(token, channel of this CTA, whether there is such a one) of this thread's k-th; clamped, so that what it loads
+    needs no branch: loads in branches wait for each other.
+    """
+    channels = widths(op)[0]
+    i = c.tid + k * op.threads
+    token, own = i // channels, i % channels
+    there = token < op.d.rows and own < 2 * HEAD + s.count
+    token = token if there else Int32(0)
+    own = own if there else Int32(0)
+    return token, own, there
+
+
+@cute.jit
 def load_taps(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
-    """(three taps, four weights) of this thread's channels, on their way; zeros in null slots."""
+    """(three taps, four weights) of this thread's channels, on their way; what is read of a null slot is not used."""
     d = op.d
-    channels, turns, _, _ = widths(op)
+    turns = widths(op)[1]
     rT = cute.make_rmem_tensor(cute.make_layout((3, turns)), BFloat16)
     rC = cute.make_rmem_tensor(cute.make_layout((4, turns)), Float32)
     rT.fill(0.0)
@@ -170,33 +190,33 @@ def load_taps(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
     if s.head >= 0:
         gConv = at(Float32, field(c, layer, F["conv"], COUNT), 12 * d.kda_dim)
         for k in cutlass.range_constexpr(turns):
-            i = c.tid + k * op.threads
-            token, own = i // channels, i % channels
-            if token < d.rows and own < 2 * HEAD + s.count:
-                ch = channel_of(s, own, op)
-                cute.autovec_copy(cute.local_tile(gConv, (4,), (ch,)), rC[None, k])
-                slot = slot_of(c, token)
-                if slot > 0:
-                    gTap = taps_of(c, layer, slot, op)
-                    for n in cutlass.range_constexpr(3):
-                        rT[n, k] = gTap[3 * d.kda_dim * n + ch]
+            token, own, _ = mine(c, k, s, op)
+            ch = channel_of(s, own, op)
+            cute.autovec_copy(cute.local_tile(gConv, (4,), (ch,)), rC[None, k])
+            slot = slot_of(c, token)
+            gTap = taps_of(c, layer, slot if slot > 0 else Int32(0), op)
+            for n in cutlass.range_constexpr(3):
+                rT[n, k] = gTap[3 * d.kda_dim * n + ch]
     return rT, rC
 
 
 @cute.jit
-def fold_taps(c: Ctx, loaded: tuple, op: cutlass.Constexpr):
+def fold_taps(c: Ctx, loaded: tuple, s: Seat, op: cutlass.Constexpr):
     """Three parts of the convolution into the pool; all taps are used then, for others may shift them later."""
     rT, rC = loaded
-    channels, turns, _, _ = widths(op)
+    turns = widths(op)[1]
     rP = cute.make_rmem_tensor(cute.make_layout((turns,)), Uint32)
     rW = cute.make_rmem_tensor(cute.make_layout((turns,)), Float32)
     sU = convolved(c, op)
     for k in cutlass.range_constexpr(turns):
-        i = c.tid + k * op.threads
-        if i < op.d.rows * channels:
-            u = rT[0, k].to(Float32) * rC[0, k] + rT[1, k].to(Float32) * rC[1, k]
-            sU[i] = u + rT[2, k].to(Float32) * rC[2, k]
-        rP[k] = pack_bf16(rT[1, k].to(Float32), rT[2, k].to(Float32))
+        token, _, there = mine(c, k, s, op)
+        live = slot_of(c, token) > 0
+        u = rT[0, k].to(Float32) * rC[0, k] + rT[1, k].to(Float32) * rC[1, k]
+        u = u + rT[2, k].to(Float32) * rC[2, k]
+        pair = pack_bf16(rT[1, k].to(Float32), rT[2, k].to(Float32))
+        if there:
+            sU[c.tid + k * op.threads] = u if live else Float32(0.0)
+        rP[k] = pair if live else Uint32(0)
         rW[k] = rC[3, k]
     return Taps(rP, rW)
 
@@ -233,27 +253,29 @@ def load_late(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
     rS = cute.make_rmem_tensor(cute.make_layout((4, 4, turns)), Float32)
     rF = cute.make_rmem_tensor(cute.make_layout((4, 4, 2)), Uint32)
     rB = cute.make_rmem_tensor(cute.make_layout((2,)), Float32)
-    rS.fill(0.0)
     rF.fill(0)
     rB.fill(0.0)
+    rS.fill(0.0)
+    rate = Float32(0.0)
     if s.head >= 0:
         for j in cutlass.range_constexpr(turns):
             token, row = place_of(c, j, s, op)
             slot = slot_of(c, token)
-            if row >= 0 and slot > 0:
-                gRow = state_of(c, layer, slot, s, row, op)
-                for e in cutlass.range_constexpr(4):
-                    tile = cute.local_tile(gRow, (4,), (e * 8 + c.lane % 8,))
-                    cute.autovec_copy(tile, rS[None, e, j])
-        if c.warp < HEAD // TILE:
-            f_b = field(c, layer, F["f_b"], COUNT) + Int64(s.head * HEAD * 256)
-            bias = at(Float32, field(c, layer, F["dt_bias"], COUNT), op.d.kda_dim)
-            for half in cutlass.range_constexpr(2):
-                row = c.warp * TILE + half * 8 + c.lane // 4
-                for e in cutlass.range_constexpr(4):
-                    words_at(f_b, row * 16 + e * 4 + c.lane % 4, rF[None, e, half])
-                rB[half] = bias[s.head * HEAD + row]
-    return Late(rS, rF, rB)
+            gRow = state_of(
+                c, layer, slot if slot > 0 else Int32(0), s, row if row >= 0 else Int32(0), op
+            )
+            for e in cutlass.range_constexpr(4):
+                tile = cute.local_tile(gRow, (4,), (e * 8 + c.lane % 8,))
+                cute.autovec_copy(tile, rS[None, e, j])
+        f_b = field(c, layer, F["f_b"], COUNT) + Int64(s.head * HEAD * 256)
+        bias = at(Float32, field(c, layer, F["dt_bias"], COUNT), op.d.kda_dim)
+        for half in cutlass.range_constexpr(2):
+            row = c.warp % (HEAD // TILE) * TILE + half * 8 + c.lane // 4
+            for e in cutlass.range_constexpr(4):
+                words_at(f_b, row * 16 + e * 4 + c.lane % 4, rF[None, e, half])
+            rB[half] = bias[s.head * HEAD + row]
+        rate = at(Float32, field(c, layer, F["A_log"], COUNT), op.d.kda_heads)[s.head]
+    return Late(rS, rF, rB, rate)
 
 
 # ---- the update
@@ -261,24 +283,44 @@ def load_late(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
 
 @cute.jit
 def update_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, turn: Int32, op: cutlass.Constexpr):
-    """From the projection to o of this CTA's rows, both in boxes; writes states and taps."""
+    """From the projection to o of this CTA's rows, both in boxes; writes states and taps. All that comes from boxes is
+    asked for before any of it is used.
+    """
     taps, late = given
     d = op.d
     proj = box(c, "proj", turn, op)
-    pitch = op.pitch(4 * d.kda_dim + d.f_rank + d.kda_heads)
+    pitch = op.pitch(projected(d))
+    channels, turns, _, quads = widths(op)
     if s.head >= 0:
-        convolve_rows(c, layer, s, taps, proj, op)
+        rX = cute.make_rmem_tensor(cute.make_layout((turns,)), Uint32)
+        rB = cute.make_rmem_tensor(cute.make_layout((quads,)), Uint32)
+        rA = cute.make_rmem_tensor(cute.make_layout((4, 4)), Uint32)
+        beta_at = proj + Int64((4 * d.kda_dim + HEAD + s.head) * 2)
+        f_at = proj + Int64((row_token(c, op) * pitch + 4 * d.kda_dim) * 2 + c.lane % 4 * 16)
+        for k in cutlass.range_constexpr(turns):
+            token, own, _ = mine(c, k, s, op)
+            rX[k] = peek_half(proj + Int64((token * pitch + channel_of(s, own, op)) * 2))
+        for e in cutlass.range_constexpr(4):
+            peek(f_at + e * 64, rA[None, e])
+        for j in cutlass.range_constexpr(quads):
+            token, _ = place_of(c, j, s, op)
+            rB[j] = peek_half(beta_at + Int64(token * pitch * 2))
+        convolve_rows(c, layer, s, (taps, rX), proj, op)
         if c.warp < HEAD // TILE:
-            decay_rows(c, layer, s, late, proj, op)
+            for e in cutlass.range_constexpr(4):
+                insist(f_at + e * 64, rA[None, e], 2, op)
+            cute.arch.sync_warp()
+            decay_rows(c, layer, s, late, rA, op)
         consumers(op)
-        for j in cutlass.range_constexpr(widths(op)[3]):
+        for j in cutlass.range_constexpr(quads):
             token, row = place_of(c, j, s, op)
-            b = proj + Int64((token * pitch + 4 * d.kda_dim + HEAD + s.head) * 2)
-            beta = sigmoid(insist_half(b, peek_half(b), op))
+            beta = quick_sigmoid(insist_half(beta_at + Int64(token * pitch * 2), rB[j], op))
             safe = row if row >= 0 else Int32(0)
             # by all lanes, also those without a row: it shuffles
+            cute.arch.sync_warp()
             o = delta_row(c, late.rows[None, None, j], (token, safe, beta), op)
             slot = slot_of(c, token)
+            o = o if slot > 0 else Float32(0.0)
             if row >= 0 and c.lane % 8 == 0:
                 i = token * op.pitch(d.kda_dim) + s.head * HEAD + s.first + row
                 post(c, "o", turn, i, o, op)
@@ -292,25 +334,26 @@ def update_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, turn: Int32, op: cu
 
 
 @cute.jit
-def convolve_rows(c: Ctx, layer: Int32, s: Seat, taps: Taps, proj: Int64, op: cutlass.Constexpr):
+def row_token(c: Ctx, op: cutlass.Constexpr):
+    """The token of this lane's column of B, the last one for columns that are none."""
+    token = c.lane // 4
+    return token if token < op.d.rows else Int32(op.d.rows - 1)
+
+
+@cute.jit
+def convolve_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, proj: Int64, op: cutlass.Constexpr):
+    """silu of the convolution into the pool; shifts the taps of live slots. given: taps, new values as peeked."""
+    taps, rX = given
     d = op.d
-    channels, turns, _, _ = widths(op)
-    pitch = op.pitch(4 * d.kda_dim + d.f_rank + d.kda_heads)
+    pitch = op.pitch(projected(d))
     sU = convolved(c, op)
-    rX = cute.make_rmem_tensor(cute.make_layout((turns,)), Uint32)
-    rX.fill(0)
-    for k in cutlass.range_constexpr(turns):
-        i = c.tid + k * op.threads
-        token, own = i // channels, i % channels
-        if token < d.rows and own < 2 * HEAD + s.count:
-            rX[k] = peek_half(proj + Int64((token * pitch + channel_of(s, own, op)) * 2))
-    for k in cutlass.range_constexpr(turns):
-        i = c.tid + k * op.threads
-        token, own = i // channels, i % channels
-        if token < d.rows and own < 2 * HEAD + s.count:
-            ch = channel_of(s, own, op)
-            x = insist_half(proj + Int64((token * pitch + ch) * 2), rX[k], op)
-            sU[i] = silu(sU[i] + x * taps.weights[k])
+    for k in cutlass.range_constexpr(widths(op)[1]):
+        token, own, there = mine(c, k, s, op)
+        ch = channel_of(s, own, op)
+        x = insist_half(proj + Int64((token * pitch + ch) * 2), rX[k], op)
+        if there:
+            i = c.tid + k * op.threads
+            sU[i] = quick_silu(sU[i] + x * taps.weights[k])
             slot = slot_of(c, token)
             if slot > 0 and (s.slice == 0 or own >= 2 * HEAD):
                 gTap = taps_of(c, layer, slot, op)
@@ -320,31 +363,44 @@ def convolve_rows(c: Ctx, layer: Int32, s: Seat, taps: Taps, proj: Int64, op: cu
 
 
 @cute.jit
-def decay_rows(c: Ctx, layer: Int32, s: Seat, late: Late, proj: Int64, op: cutlass.Constexpr):
-    """Of all tokens and the head's 128 columns: a warp has sixteen of them, by an MMA over f_a."""
-    d = op.d
-    pitch = op.pitch(4 * d.kda_dim + d.f_rank + d.kda_heads)
-    rA = cute.make_rmem_tensor(cute.make_layout((4, 4)), Uint32)
+def quick_exp(x: Float32):
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 t; mul.f32 t, {$r0}, 0f3FB8AA3B; ex2.approx.ftz.f32 {$w0}, t; }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
+
+
+@cute.jit
+def quick_sigmoid(x: Float32):
+    """Four instructions, right to 2^-21; infinities give 0 and 1."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 t; mul.f32 t, {$r0}, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;"
+        " add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 {$w0}, t; }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
+
+
+@cute.jit
+def quick_silu(x: Float32):
+    return x * quick_sigmoid(x)
+
+
+@cute.jit
+def decay_rows(c: Ctx, layer: Int32, s: Seat, late: Late, rA: cute.Tensor, op: cutlass.Constexpr):
+    """Of all tokens and the head's 128 columns: a warp has sixteen of them, by an MMA over f_a (rA)."""
     rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
-    rA.fill(0)
     rC.fill(0.0)
-    mine = c.lane // 4
-    if mine < d.rows:
-        start = proj + Int64((mine * pitch + 4 * d.kda_dim) * 2 + c.lane % 4 * 16)
-        for e in cutlass.range_constexpr(4):
-            peek(start + e * 64, rA[None, e])
-        for e in cutlass.range_constexpr(4):
-            insist(start + e * 64, rA[None, e], 2, op)
-    cute.arch.sync_warp()
     for e in cutlass.range_constexpr(4):
         mma_rows(rC, late.f_b[None, e, 0], late.f_b[None, e, 1], rA[None, e])
-    rate = cute.math.exp(at(Float32, field(c, layer, F["A_log"], COUNT), d.kda_heads)[s.head])
     sDecay = decays(c, op)
+    rate = cute.math.exp(late.rate)
     for i in cutlass.range_constexpr(4):
         row = c.warp * TILE + i // 2 * 8 + c.lane // 4
         token = c.lane % 4 * 2 + i % 2
-        gate = sigmoid(rate * (round_bf16(rC[i]) + late.bias[i // 2]))
-        sDecay[token * HEAD + row] = cute.math.exp(-5.0 * gate)
+        gate = quick_sigmoid(rate * (round_bf16(rC[i]) + late.bias[i // 2]))
+        sDecay[token * HEAD + row] = quick_exp(-5.0 * gate)
 
 
 @cute.jit
@@ -401,13 +457,13 @@ def gated_rows(c: Ctx, layer: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.C
     rO.fill(0)
     rG.fill(0)
     rN.fill(0)
-    token = c.lane // 4
-    here = c.warp < g.width and token < d.rows
+    token = row_token(c, op)
+    here = c.warp < g.width
     sSquare = view(c, Float32, 4 * TOKENS, TOKENS * g.blocks)
-    pitch = op.pitch(4 * d.kda_dim + d.f_rank + d.kda_heads)
     first = column(c, g)
     o = box(c, "o", turn, op) + Int64(token * op.pitch(d.kda_dim) + first * 8) * 4
-    gate = box(c, "proj", turn, op) + Int64(token * pitch + 3 * d.kda_dim + first * 8) * 2
+    gate = box(c, "proj", turn, op)
+    gate += Int64(token * op.pitch(projected(d)) + 3 * d.kda_dim + first * 8) * 2
     if here:
         for v in cutlass.range_constexpr(g.vectors):
             i = further(v, g)
@@ -430,7 +486,7 @@ def gated_rows(c: Ctx, layer: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.C
         if here and c.lane % 4 == 0:
             sSquare[token * g.blocks + (first + further(v, g)) // 4] = square
     consumers(op)
-    if here and slot_of(c, token) > 0:
+    if here and slot_of(c, token) > 0 and c.lane // 4 < d.rows:
         for v in cutlass.range_constexpr(g.vectors):
             head = token * g.blocks + (first + further(v, g)) // 16 * 4
             square = Float32(0.0)
@@ -444,7 +500,7 @@ def gated_rows(c: Ctx, layer: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.C
                 for f in cutlass.range_constexpr(2):
                     n = 2 * e + f
                     x = rO[n % 4, n // 4, v].bitcast(Float32)
-                    pair.append(x * scale * rNf[n] * sigmoid(rGf[n]))
+                    pair.append(x * scale * rNf[n] * quick_sigmoid(rGf[n]))
                 rX[e, v] = pack_bf16(pair[0], pair[1])
 
 
@@ -503,7 +559,7 @@ def out_rows(
     if cutlass.const_expr(d.ranks > 1):
         remote = field(c, layer, F["remote_attn"], COUNT) + Int64(first) * 4
         rRemote = f32_ahead(c, remote, n, widest, op)
-    it = drain_tiles(c, it, n, Int32(0), rX, g, op)
+    it = drain_tiles(c, it, n, rX, g, op)
     consumers(op)
     for k in cutlass.range_constexpr(cute.size(rNext)):
         token, row = owned(c, k, widest, op)
@@ -514,7 +570,7 @@ def out_rows(
             total = round_bf16(total)
             post(c, "attn", turn, token * op.pitch(d.hidden) + first + row, total + rNext[k], op)
             y[token * d.hidden + first + row] = total.to(BFloat16)
-    return it, fold_taps(c, loaded, op)
+    return it, fold_taps(c, loaded, seat(c, op), op)
 
 
 @cute.jit
@@ -527,11 +583,11 @@ def kda_rows(
     g = op.tiles(d.hidden)
     turn = turn_of(c, layer, KDAS)
     s = seat(c, op)
-    rows = 4 * d.kda_dim + d.f_rank + d.kda_heads
+    rows = projected(d)
     widest = most(rows, op.ctas)
     first, n = share(rows, c.cta, op.ctas)
     timeline.mark(c.track, "in_proj", layer)
-    it = drain_tiles(c, it, n, Int32(0), rX, g, op)
+    it = drain_tiles(c, it, n, rX, g, op)
     late = load_late(c, layer, s, op)
     consumers(op)
     for k in cutlass.range_constexpr(-(-d.rows * widest // op.threads)):

@@ -60,16 +60,15 @@ class Rows:
 @dataclass(frozen=True)
 class Tiles:
     """A bf16 matrix with rows of `k` columns as it passes the ring for up to eight tokens: a stage is a tile of sixteen
-    rows (pairs: eight of one half, eight of the other) times a slice of their columns.
+    rows times a slice of their columns, packed when weights are loaded so that it is one piece of memory.
 
-    A block is 32 columns, eight a lane of four. `width` warps share a slice, `per` blocks each; rows lie `pitch` bytes
-    apart, 64 beyond a multiple of 128, so that eight lanes which read two rows at once meet all banks.
+    A block is 32 columns of a tile's rows, 64 bytes a row: what a warp reads at once. `width` warps share a slice,
+    `per` blocks each. The last tile of a CTA has fewer rows and is as much shorter.
     """
 
     k: int
     warps: int
     stage: int
-    pair: bool = False
 
     ROWS = 16
     TOKENS = 8
@@ -86,7 +85,7 @@ class Tiles:
         found = [
             (-self._width(n), n)
             for n in range(1, self.blocks + 1)
-            if self.blocks % n == 0 and self.ROWS * self._pitch(n) <= self.stage
+            if self.blocks % n == 0 and self.ROWS * 64 * (self.blocks // n) <= self.stage
         ]
         if not found:
             raise ValueError(f"stages of {self.stage} bytes hold no tile of {self.ROWS} rows")
@@ -95,10 +94,6 @@ class Tiles:
     def _width(self, slices):
         piece = self.blocks // slices
         return max(w for w in range(1, self.warps + 1) if piece % w == 0)
-
-    def _pitch(self, slices):
-        size = 64 * (self.blocks // slices)
-        return size + (64 if size % 128 == 0 else 0)
 
     @property
     def piece(self):
@@ -119,21 +114,13 @@ class Tiles:
         return self.per * self.slices
 
     @property
-    def pitch(self):
-        return self._pitch(self.slices)
-
-    @property
     def piece_bytes(self):
+        """Of a row in a stage."""
         return 64 * self.piece
 
     @property
     def row_bytes(self):
         return 2 * self.k
-
-    @property
-    def chunk(self):
-        """Rows (pairs of rows) a tile."""
-        return self.ROWS // 2 if self.pair else self.ROWS
 
 
 @dataclass(frozen=True)
@@ -177,10 +164,11 @@ def most(n, ctas, unit=1):
 
 @dataclass(frozen=True)
 class Op:
-    """Everything the kernel knows when it is compiled. `d` is cfg.dims; `tiled`: weights pass in tiles (`tensor`), for
-    one token to eight, else in whole rows for one. `ahead`: how many stages beyond those it brings a producer asks L2
-    for; `in_flight`: how many may be on their way at once, 0 for the whole ring. `direct`: who
-    needs values of other CTAs waits for them alone, where that is enough.
+    """Everything the kernel knows when it is compiled. `d` is cfg.dims.
+
+    tiled: weights pass in packed tiles (`tensor`), for one token to eight, else in whole rows for one. in_flight: how
+    many stages may be on their way at once, 0 for the whole ring. direct: who needs values of other CTAs waits for them
+    alone, where that is enough.
     """
 
     d: object
@@ -190,7 +178,6 @@ class Op:
     stages: int
     spin: int
     tiled: bool = False
-    ahead: int = 0
     in_flight: int = 0
     direct: bool = False
 
@@ -204,8 +191,8 @@ class Op:
     def rows(self, k, pair=False):
         return Rows(k, self.warps, self.stage, pair)
 
-    def tiles(self, k, pair=False):
-        return Tiles(k, self.warps, self.stage, pair)
+    def tiles(self, k):
+        return Tiles(k, self.warps, self.stage)
 
     @property
     def threads(self):

@@ -4,7 +4,11 @@ A tile of sixteen rows passes the ring in slices of columns (`plan.Tiles`); a wa
 of every tile, so its part of the tokens stays in registers, and its accumulators live through the slices of a tile.
 The columns of a block are dealt to lanes as whole vectors of eight for both operands: which k of the MMA a column
 is does not matter as long as they agree. Two loads of 16 bytes and two MMAs make 16 x 32 weights, for one token or
-eight. Sums over warps are made tile by tile in shared memory. No edges and no epilogues here.
+eight. Sums over warps are made tile by tile in shared memory.
+
+`pack_rows` lays a matrix out so that a stage is one piece of memory and a warp reads a block of it without conflicts:
+sixteen copies of a row's part instead of one took a producer 60 ns each, longer than memory takes for them. No edges
+and no epilogues here.
 """
 
 import cutlass
@@ -26,6 +30,44 @@ TILE = 16
 TOKENS = 8
 
 
+# ---- when weights are loaded
+
+
+@cute.kernel
+def pack_kernel(gFrom: cute.Tensor, gTo: cute.Tensor, ctas: cutlass.Constexpr):
+    """Row `block` of a matrix [rows, k]: its vectors of eight columns go where its CTA's tile wants them."""
+    tid, _, _ = cute.arch.thread_idx()
+    row, _, _ = cute.arch.block_idx()
+    rows, k = gFrom.shape
+    cta = ((row + 1) * ctas - 1) // rows
+    first = rows * cta // ctas
+    count = rows * (cta + 1) // ctas - first
+    tile = (row - first) // TILE * TILE
+    n = count - tile if count - tile < TILE else Int32(TILE)
+    start = (first + tile) * (k // 8) + (row - first - tile) * 4
+    source = cute.make_tensor(
+        cute.recast_ptr(gFrom.iterator, dtype=Uint32), cute.make_layout((rows * k // 2,))
+    )
+    target = cute.make_tensor(
+        cute.recast_ptr(gTo.iterator, dtype=Uint32), cute.make_layout((rows * k // 2,))
+    )
+    r = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    for i in cutlass.range(tid, k // 8, 128, unroll=1):
+        cute.autovec_copy(cute.local_tile(source, (4,), (row * (k // 8) + i,)), r)
+        at = start + i // 4 * (n * 4) + i % 4
+        cute.autovec_copy(r, cute.local_tile(target, (4,), (at,)))
+
+
+@cute.jit
+def pack_rows(
+    gFrom: cute.Tensor, gTo: cute.Tensor, rows: cutlass.Constexpr, ctas: cutlass.Constexpr, stream
+):
+    """The first `rows` rows of a matrix, as `share` deals them to CTAs."""
+    k = gFrom.shape[1]
+    part = cute.make_tensor(gFrom.iterator, cute.make_layout((rows, k), stride=(k, 1)))
+    pack_kernel(part, gTo, ctas).launch(grid=(rows, 1, 1), block=(128, 1, 1), stream=stream)
+
+
 # ---- producer
 
 
@@ -33,42 +75,15 @@ TOKENS = 8
 def fill_tiles(
     c: Ctx, it: Int32, source: Int64, rows: Int32, g: cutlass.Constexpr, op: cutlass.Constexpr
 ):
-    """Stages of `rows` rows that lie together: tile by tile, slice by slice."""
-    for first in cutlass.range(0, rows, g.chunk, unroll=1):
-        n = rows - first if rows - first < g.chunk else Int32(g.chunk)
-        start = source + Int64(first) * g.row_bytes
+    """Stages of `rows` packed rows: tile by tile, slice by slice, one after the other in memory."""
+    for first in cutlass.range(0, rows, TILE, unroll=1):
+        n = rows - first if rows - first < TILE else Int32(TILE)
+        size = n * g.piece_bytes
         for _ in cutlass.range(g.slices, unroll=1):
             slot = stage_free(c, it, op)
-            cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, n * g.piece_bytes)
-            for r in cutlass.range(n, unroll=1):
-                bulk(c, slot, r * g.pitch, start + Int64(r) * g.row_bytes, Int32(g.piece_bytes), op)
-            start += g.piece_bytes
-            it += 1
-    return it
-
-
-@cute.jit
-def fill_tile_pairs(
-    c: Ctx,
-    it: Int32,
-    source: Int64,
-    apart: Int64,
-    rows: Int32,
-    g: cutlass.Constexpr,
-    op: cutlass.Constexpr,
-):
-    """As `fill_tiles` for pairs of rows, the second `apart` bytes behind the first: rows r and r + 8 of a tile."""
-    for first in cutlass.range(0, rows, g.chunk, unroll=1):
-        n = rows - first if rows - first < g.chunk else Int32(g.chunk)
-        start = source + Int64(first) * g.row_bytes
-        for _ in cutlass.range(g.slices, unroll=1):
-            slot = stage_free(c, it, op)
-            cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * n * g.piece_bytes)
-            for r in cutlass.range(n, unroll=1):
-                row = start + Int64(r) * g.row_bytes
-                bulk(c, slot, r * g.pitch, row, Int32(g.piece_bytes), op)
-                bulk(c, slot, (r + TOKENS) * g.pitch, row + apart, Int32(g.piece_bytes), op)
-            start += g.piece_bytes
+            cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, size)
+            bulk(c, slot, Int32(0), source, size, op)
+            source += Int64(size)
             it += 1
     return it
 
@@ -107,56 +122,34 @@ def drain_tiles(
     c: Ctx,
     it: Int32,
     rows: Int32,
-    base: Int32,
     rX: cute.Tensor,
     g: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """Sum `(base + row, token)` for `rows` rows (pairs: 2 row is the first, 2 row + 1 the second), to be read by
-    `tile_sum` after a barrier. rX words [4, vectors] as `column` says, zeros for tokens that are not there.
+    """Sums of `rows` rows and all tokens, to be read by `tile_sum` after a barrier. rX words [4, vectors] as `column`
+    says, zeros for tokens that are not there.
     """
-    halves = 2 if g.pair else 1
     rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
-    for first in cutlass.range(0, rows, g.chunk, unroll=1):
+    for first in cutlass.range(0, rows, TILE, unroll=1):
         rC.fill(0.0)
-        n = rows - first if rows - first < g.chunk else Int32(g.chunk)
-        a, b = tile_rows(c, n, g)
+        n = rows - first if rows - first < TILE else Int32(TILE)
         for j in cutlass.range_constexpr(g.slices):
             slot = stage_full(c, it, op)
             if c.warp < g.width:
-                slice_product(c, slot, rC, rX, (a, b, j), g, op)
+                slice_product(c, slot, rC, rX, (n, j), g, op)
             stage_done(c, slot)
             it += 1
-        buffer = first // g.chunk % 2 * (op.warps * TILE * TOKENS)
+        buffer = first // TILE % 2 * (op.warps * TILE * TOKENS)
         keep(c, buffer, rC, g)
         consumers(op)
         for k in cutlass.range_constexpr(-(-TILE * TOKENS // op.threads)):
             i = c.tid + k * op.threads
-            row, other = i // TOKENS, i // TOKENS
-            if cutlass.const_expr(g.pair):
-                row, other = row % TOKENS, 2 * (row % TOKENS) + row // TOKENS
-            if i < TILE * TOKENS and row < n:
+            if i < n * TOKENS:
                 total = Float32(0.0)
                 for w in cutlass.range_constexpr(g.width):
                     total += c.part[buffer + w * (TILE * TOKENS) + i]
-                at = (base + halves * first + other) * TOKENS + i % TOKENS
-                c.part[op.sums_at + at] = total
+                c.part[op.sums_at + first * TOKENS + i] = total
     return it
-
-
-@cute.jit
-def tile_rows(c: Ctx, n: Int32, g: cutlass.Constexpr):
-    """This lane's two rows of a tile with n rows (pairs); rows that are not there are read from the last."""
-    a = c.lane // 4
-    b = a + TILE // 2
-    last = n - 1
-    if cutlass.const_expr(g.pair):
-        a = a if a < last else last
-        b = a + TILE // 2
-    else:
-        a = a if a < last else last
-        b = b if b < last else last
-    return a, b
 
 
 @cute.jit
@@ -169,15 +162,17 @@ def slice_product(
     g: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """rC += sixteen rows of the stage times this warp's columns of slice j. where: this lane's two rows, j."""
-    a, b, j = where
+    """rC += n rows of the stage times this warp's columns of slice j; rows beyond are read from the last."""
+    n, j = where
     rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     rB = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    first = slot * (op.stage // 16) + column(c, g)
-    a, b = first + a * (g.pitch // 16), first + b * (g.pitch // 16)
+    a = c.lane // 4
+    a, b = (a if a < n else n - 1), (a + TILE // 2 if a + TILE // 2 < n else n - 1)
+    first = slot * (op.stage // 16) + c.warp * g.per * (n * 4) + c.lane % 4
     for p in cutlass.range_constexpr(g.per):
-        cute.autovec_copy(cute.local_tile(c.ring, (4,), (a + 4 * p,)), rA[None, p])
-        cute.autovec_copy(cute.local_tile(c.ring, (4,), (b + 4 * p,)), rB[None, p])
+        i = first + p * (n * 4)
+        cute.autovec_copy(cute.local_tile(c.ring, (4,), (i + a * 4,)), rA[None, p])
+        cute.autovec_copy(cute.local_tile(c.ring, (4,), (i + b * 4,)), rB[None, p])
     for p in cutlass.range_constexpr(g.per):
         mma_rows(rC, rA[None, p], rB[None, p], rX[None, j * g.per + p])
 
