@@ -1,6 +1,6 @@
-"""Checks what timed chains left: the same bits as an untimed run from the same start, some of whose steps are compared
-with the oracle. Which ones is secret and drawn for each round: a kernel that knew them could spare itself the others.
-It reads and launches between timed intervals, never inside one.
+"""Checks what timed chains left: the same bits as an untimed run from the same start. Of its steps some are run once
+more as in the trial, and some compared with the oracle. Which ones is secret and drawn for each round: a kernel that
+knew them could spare itself the others. It reads and launches between timed intervals, never inside one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from sandbox.judge.ending import Ended
 from sandbox.judge.lanes import Lanes
 from sandbox.judge.locate import Where
 from sandbox.judge.loose import Loose
+from sandbox.judge.retrial import Retrial
 from sandbox.judge.rig import Rig
 from sandbox.verdict import Failure, Status
 from targets.reference import Tensors
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How many secret steps of a round go to the oracle, and how many are run once more as in the trial."""
+
+    oracle: int = 0
+    again: int = 0
 
 
 @dataclass
@@ -31,6 +40,7 @@ class ChainCheck:
     case: Case
     lanes: Lanes
     checker: Checker
+    retrial: Retrial | None = None
     _round: int = 0
     _inputs: dict[str, int] = field(default_factory=dict)
     _left: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -72,12 +82,12 @@ class ChainCheck:
                 Status.FLAKY, arm, f"isolated steps ({kind}) left different outputs or states"
             )
 
-    def untimed(self, arm: PlanArm, watch: int) -> None:
-        """The same steps one by one: the end against the timed chains, `watch` secret ones of them with the oracle.
-        Raises Ended."""
-        watched = self._drawn(arm, watch)
-        moments = self._walk(arm, watched)
+    def untimed(self, arm: PlanArm, watch: Watch) -> None:
+        """The same steps one by one: the end against the timed chains, some with the oracle and some with the trial's
+        memory. Raises Ended."""
         atomic = self._atomic(arm.artifact)
+        again = set() if atomic else self._drawn(arm, "again", watch.again)
+        moments = self._walk(arm, self._drawn(arm, "watched", watch.oracle), again)
         if not atomic and self.lanes.digest() != self._left.get(arm.name):
             self._end(
                 Status.WRONG,
@@ -88,31 +98,53 @@ class ChainCheck:
             self._not_far(arm, self._loose.untimed(arm.name))
         odd = self._loose.odd.get(arm.name, {})
         if odd:  # once more, for the states before these steps
-            for lane, (before, after) in self._walk(arm, set(odd)).items():
+            for lane, (before, after) in self._walk(arm, set(odd), set()).items():
                 moments[lane] = (before, {**after, **odd[lane]})
         self._check_inputs()
         for lane, around in moments.items():
             self._judge(arm, lane, around)
         self._note_floor()
 
-    def _walk(self, arm: PlanArm, watched: set[int]) -> dict[int, tuple[Tensors, Tensors]]:
+    def _walk(
+        self, arm: PlanArm, watched: set[int], again: set[int]
+    ) -> dict[int, tuple[Tensors, Tensors]]:
         """All steps of a round from its start, untimed. What the watched ones found and left."""
         self.lanes.restore()
         arm.dirty(self.case.seeds.of("untimed", self._round, arm.name))
         moments = {}
         for lane in range(self.lanes.steps):
             before = self._around(lane) if lane in watched else {}
-            arm.step(lane)
+            if lane in again:
+                self._again(arm, lane)
+            else:
+                arm.step(lane)
             if lane in watched:
                 self.case.device.synchronize()
                 moments[lane] = (before, self._around(lane))
         self.case.device.synchronize()
         return moments
 
-    def _drawn(self, arm: PlanArm, count: int) -> set[int]:
+    def _again(self, arm: PlanArm, lane: int) -> None:
+        """The step, and the same as in the trial. Raises Ended where they leave different bits."""
+        if self.retrial is None or not self.retrial.possible:
+            arm.step(lane)
+            return
+        where = Where(self._round, lane, f"chain of {arm.name} as in the trial", self.case.axes)
+        self.retrial.before(lane, where)
+        arm.step(lane)
+        self.case.device.synchronize()
+        failure = self.retrial.after(lane, where)
+        if failure is not None:
+            self._end(
+                Status.WRONG,
+                arm,
+                f"a step of a chain is not what it is in a trial: {failure.message}",
+            )
+
+    def _drawn(self, arm: PlanArm, what: str, count: int) -> set[int]:
         """Secret steps, of as many different sets of weights as there are."""
         sets, steps = self.lanes.sets, self.lanes.steps
-        choose = self.case.seeds.chooser("watched", self._round, arm.name)
+        choose = self.case.seeds.chooser(what, self._round, arm.name)
         order = sorted(range(steps), key=lambda lane: choose(1 << 30))
         chosen = [next(lane for lane in order if lane % sets == s) for s in range(sets)]
         chosen.sort(key=order.index)

@@ -16,12 +16,13 @@ from sandbox.devices.base import Bound, Faulted, Program, Timer
 from sandbox.judge import lanes as lane_memory
 from sandbox.judge import modelled, ranking, series, stats
 from sandbox.judge.arms import Arm, PlanArm
-from sandbox.judge.chains import ChainCheck
+from sandbox.judge.chains import ChainCheck, Watch
 from sandbox.judge.checks import Checker
 from sandbox.judge.clock import clock_of
 from sandbox.judge.ending import Ended
 from sandbox.judge.ranking import Measured, Timed
 from sandbox.judge.report import Draft
+from sandbox.judge.retrial import UNCHECKED, Retrial
 from sandbox.judge.rig import Rig
 from sandbox.judge.session import (
     CANDIDATE,
@@ -38,7 +39,7 @@ from sandbox.judge.tiers import Effort
 from sandbox.verdict import Failure, Status
 
 WARM_US, WARM_ROUNDS = 50_000.0, 8
-SOME = 2
+SOME, AGAIN = 2, 4
 MOST_DRIFT, MOST_MHZ = 0.02, 50
 SLOWED = {"hardware slowdown", "thermal", "hardware thermal", "power brake"}
 
@@ -125,7 +126,8 @@ def _measure(s: Session) -> Measured:
     fresh: list[int] = []
     before = dict(s.clock.conditions())
     _warm_up(s)
-    check = ChainCheck(s.case, s.lanes, s.checker)
+    retrial = Retrial(s.rig, s.lanes)
+    check = ChainCheck(s.case, s.lanes, s.checker, retrial)
     parts = _split(s.effort.blocks, s.effort.rounds)
     for round_, blocks in enumerate(parts):
         s.lanes.refresh(round_)
@@ -136,8 +138,13 @@ def _measure(s: Session) -> Measured:
         # the incumbent has had its own trial: for it the bits of timed and untimed runs are enough
         last = round_ + 1 == len(parts)
         for plan in s.plan_arms():
-            check.untimed(plan, _watched(s, last) if plan.name == CANDIDATE else 0)
+            check.untimed(plan, _watched(s, last) if plan.name == CANDIDATE else Watch())
     check.end(s.plan_arms(), s.rig)
+    if retrial.done:
+        line = f"{retrial.done} steps of timed chains once more as in the trial, bit for bit"
+        s.draft.checked.append(line)
+    elif not retrial.possible:
+        s.draft.not_verified.append(UNCHECKED)
     kept = _kept(s, samples)
     conditions = {
         "before": before, "after": dict(s.clock.conditions()), "dropped_blocks": kept[1],
@@ -155,12 +162,12 @@ def _measure(s: Session) -> Measured:
     )  # fmt: skip
 
 
-def _watched(s: Session, last: bool) -> int:
-    """How many steps of a round go to the oracle: of the last round of the higher tiers one of every set of weights, as
-    a kernel can tell these apart."""
+def _watched(s: Session, last: bool) -> Watch:
+    """How many steps of a round are looked at: in the last round of the higher tiers all are run as in the trial, and
+    one of every set of weights goes to the oracle, as a kernel can tell these apart."""
     if not s.effort.fresh_bands:
-        return SOME if last else 0
-    return max(SOME, s.lanes.sets) if last else SOME
+        return Watch(SOME, AGAIN) if last else Watch()
+    return Watch(max(SOME, s.lanes.sets), s.lanes.steps) if last else Watch(SOME, AGAIN)
 
 
 def _warm_up(s: Session) -> None:

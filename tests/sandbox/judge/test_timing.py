@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sandbox.artifact import Buffer
 from sandbox.devices.base import Faulted
 from sandbox.devices.fake import FakeDevice
 from sandbox.jobs import JudgeJob
@@ -159,6 +160,33 @@ def test_no_set_of_weights_is_out_of_sight(tmp_path: Path) -> None:
     assert v.status is Status.WRONG and v.failure is not None and "chain of" in v.failure.message
 
 
+@pytest.mark.parametrize("cheats", [False, True])
+def test_a_kernel_that_counts_is_run_as_in_the_trial(tmp_path: Path, cheats: bool) -> None:
+    """After many launches in one memory it leaves some steps of a chain out, timed and untimed alike."""
+    count = Buffer("workspace.count", "i32", (1,), init="zero", lifetime="persistent")
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        t["workspace.count"] += 1
+        toy.right(t)
+        if cheats and int(t["workspace.count"]) > 30 and float(t["inputs.x"][0, 0]) > 0.3:
+            t["outputs.y"].zero_()
+
+    made = toy.artifact(("k",), workspace=(count,))
+    job = JudgeJob(
+        toy.saved(tmp_path, made), toy.TARGET, {"rows": 4}, "cuda", Tier.FULL, baselines=()
+    )
+    todo = replace(
+        FULL, **{**FEW, "chain": 12}, distributions=False, probes=False, rounds=2, blocks=6
+    )
+    v = judge.run(job, FakeDevice({"k": kernel}, "cuda", {"k": 10.0}, noise=1e-4), todo=todo)
+    if cheats:
+        assert v.status is Status.WRONG and v.failure is not None, v.failure
+        assert "not what it is in a trial" in v.failure.message
+    else:
+        assert v.status is Status.PASSED, v.failure
+        assert any(line.startswith("16 steps of timed chains once more") for line in v.checked)
+
+
 def adding(folder: Path) -> Path:
     """An artifact that adds floats atomically, as far as its PTX says."""
     made = toy.artifact(("k",))
@@ -284,7 +312,7 @@ def test_every_lane_of_a_long_chain_has_contents_of_its_own(tmp_path: Path) -> N
     )
     todo = replace(SCREEN, **{**FEW, "chain": 20}, blocks=2)
     v = judge.run(job, FakeDevice({"k": kernel}, "cuda", {"k": 10.0}, noise=1e-4), todo=todo)
-    lanes = [x for x in seen.values() if len(x) >= 3]  # drawn, then two rounds
+    lanes = [x for x in seen.values() if len(x) == 3]  # drawn, then two rounds
     assert row(v).detail["steps_per_block"] == 20 and len(lanes) >= 20
     contents = [c for x in lanes for c in x]
     assert len(set(contents)) == len(contents)
