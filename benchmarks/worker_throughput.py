@@ -1,5 +1,6 @@
 """How judging scales with workers on Ray, and the rates that bound it: calls, messages, results, the record.
 
+    python benchmarks/worker_throughput.py --driver 1000 [--json]
     python benchmarks/worker_throughput.py [--judges 1 2 4 8] [--jobs 16] [--device cpu] [--target T] [--json]
 
 A Ray on this machine for each count of judges; the same `jobs` artifacts (one kernel under different texts, so that
@@ -7,6 +8,10 @@ none is a known result) are judged at `screen` by warm workers, and the wall tim
 share of the workers' time in which they judged; `between` what a job costs the driver and the messages beyond that.
 Then: empty calls a second, artifacts put and fetched, results written, candidates recorded. On `cpu` a judgement
 interprets kernels on the processors, so more judges than processors bring nothing; it says nothing of GPUs.
+
+`--transport threads` does without Ray: the same pool and the same judge processes, messages within one process.
+With `--driver N` there is no Ray and no judging: N workers that answer at once, on threads of this process, show what
+the driver alone can hand out, check, write down and listen to.
 """
 
 from __future__ import annotations
@@ -23,12 +28,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent import offline
+from agent import fakes, offline
 from agent.workspace import Place
 from sandbox import artifact_store
 from sandbox.jobs import CompileJob, CompileOutcome, JudgeJob
+from sandbox.verdict import Verdict
 from sandbox.workers import farm, parcel
-from sandbox.workers.transport import Call
+from sandbox.workers.fake_cluster import FakeCluster
+from sandbox.workers.places import Node
+from sandbox.workers.station import Setup, Station
+from sandbox.workers.transport import Call, Fetch
 from targets.base import Options, Workload, find
 
 COMPILES = 4
@@ -132,6 +141,57 @@ def records(folder: Path, setting: offline.Setting, found: offline.Found) -> dic
     return rates
 
 
+class Instant:
+    """A worker that has every answer ready: the seed's verdict, said of whatever it is asked about."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict.to_json()
+
+    def handle(self, method: str, header: bytes, fetch: Fetch) -> bytes:
+        if method == "hello":
+            facts = {"kind": "cuda", "name": "NVIDIA H200", "arch": "sm_90a"}
+            return parcel.pack({"versions": {}, "pid": 0, "probe": {"ok": True, "facts": facts}})
+        if method != "judge":
+            return parcel.pack({})
+        sha = parcel.unpack(header)[0]["artifacts"]["artifact"]
+        return parcel.pack({"verdict": {**self.verdict, "artifact": sha}})
+
+
+def driver(count: int) -> dict[str, Any]:
+    """Verdicts a second through the pool, and the time to hear `count` hearts, with nothing behind them."""
+    verdict = fakes.FakeJudge().judge
+    with tempfile.TemporaryDirectory(prefix="kg-throughput-") as folder:
+        root = Path(folder)
+        compiler = fakes.FakeCompiler(root / "made")
+        w = fakes.FakeTarget().workload(Options("tiny"))
+        jobs = []
+        for i in range(512):
+            source = fakes.kernel(100 + i)
+            made = compiler.compile(CompileJob(source, "fake", w.key, w.dims, w.buffers))
+            jobs.append(job_of(made, "fake", w, "cuda"))
+        said = verdict(jobs[0])
+        nodes = [Node(f"{i:08x}", f"10.0.{i // 256}.{i % 256}", 64, 8) for i in range(count // 8)]
+        cluster = FakeCluster(nodes, lambda post, setup: Instant(said))
+        begin = time.monotonic()
+        crew = farm.hire(farm.Farm(), farm.Orders("cuda", root / "work", "run"), cluster)
+        with closing(crew), ThreadPoolExecutor(32) as pool:
+            crew.pool.settle("judge", None)
+            hired, begin = time.monotonic() - begin, time.monotonic()
+            list(pool.map(crew.judge("h200").judge, jobs))
+            judged, begin = time.monotonic() - begin, time.monotonic()
+            for _ in range(5):
+                crew.pool.roster.tick()
+            ticked = (time.monotonic() - begin) / 5
+    return {"workers": count, "hired_s": round(hired, 2), "verdicts_per_s": round(len(jobs) / judged, 1),
+            "tick_s": round(ticked, 4), "cores": os.cpu_count()}  # fmt: skip
+
+
+def threads(judges: int) -> FakeCluster:
+    """Threads in the place of Ray; jail and judges are the real ones, in their own processes."""
+    node = Node("this", "this", judges + COMPILES, 0)
+    return FakeCluster([node], lambda post, setup: Station(Setup.of(setup)))
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     rates: dict[str, Any] = {}
@@ -142,7 +202,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for judges in options.judges:
             orders = farm.Orders(options.device, root / "work", f"scope-{judges}")
             begin = time.monotonic()
-            with closing(farm.hire(farm.Farm("", judges, COMPILES), orders)) as crew:
+            cluster = None if options.transport == "ray" else threads(judges)
+            with closing(farm.hire(farm.Farm("", judges, COMPILES), orders, cluster)) as crew:
                 first = time.monotonic() - begin
                 if not jobs:
                     begin = time.monotonic()
@@ -158,8 +219,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     file = offline.File("seed", find(options.target).seed_source(), {})
                     found = offline.Found(file, outcomes[0], verdict)
                     rates |= records(root, setting, found)
-    return {"device": options.device, "target": options.target, "preset": options.preset,
-            "cores": os.cpu_count(), "rows": rows, "rates": rates}  # fmt: skip
+    asked = {k: getattr(options, k) for k in ("device", "target", "preset", "transport")}
+    return asked | {"cores": os.cpu_count(), "rows": rows, "rates": rates}
 
 
 def text(data: dict[str, Any]) -> str:
@@ -185,7 +246,12 @@ def main() -> None:
     parser.add_argument("--target", default="kimi-k3-gemv")
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--transport", choices=("ray", "threads"), default="ray")
+    parser.add_argument("--driver", type=int, metavar="N")
     options = parser.parse_args()
+    if options.driver:
+        print(json.dumps(driver(options.driver)))
+        return
     data = measure(options)
     print(json.dumps(data, indent=1) if options.json else text(data))
 

@@ -39,6 +39,8 @@ class Times:
 
 STRIKES = 3
 """Jobs in a row that failed on a worker, and not for the candidate, until it is left out."""
+HEARTS_PER_S = 100
+"""Heartbeats asked for at most: a thousand workers are heard every ten seconds."""
 REHIRES = 4
 """Workers that may be lost at one post."""
 
@@ -60,6 +62,7 @@ class Member:
     strikes: set[str] = field(default_factory=set)
     broken: int = 0
     heard: float = 0.0
+    asked: float = 0.0
     hello: Future[bytes] | None = None
     beat: Future[bytes] | None = None
     gone: Future[None] = field(default_factory=Future)
@@ -248,7 +251,8 @@ class Roster:
             except (Lost, StationFailed) as error:
                 return self.lost(member, str(error))
             beat = member.beat = None
-        if beat is None:
+        if beat is None and now - member.asked >= len(self.members) / HEARTS_PER_S:
+            member.asked = now
             member.beat = member.worker.call(Call("beat"))
         if now - member.heard > self.times.silent:
             self.lost(member, f"not heard for {now - member.heard:.0f} s")
