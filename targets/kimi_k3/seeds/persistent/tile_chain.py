@@ -30,14 +30,15 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     open_tiles,
     tell,
 )
-from targets.kimi_k3.seeds.persistent.tile_moe import fill_layer, tile_moe
+from targets.kimi_k3.seeds.persistent.tile_moe import fill_layer, route_layers, tile_moe
 from targets.kimi_k3.seeds.persistent.tile_plan import TileOp, refuse_others_tiles
 
 TUNABLES = {
     "ring_stages": (0, 7, 6, 5, 4, 3, 2),
     "consumer_warps": (14, 12, 8),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
-    "early": (0, 4, 16, 64),
+    "early": (16, 0, 4, 64),
+    "in_flight": (0, 2, 3, 4, 5, 6),
     "spin_limit": (0, 200000, 2000000),
 }
 
@@ -111,23 +112,25 @@ def tile_kernel(
     names: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """Grid (ctas), cooperative; op.warps consumer warps and one producer warp."""
+    """Grid (ctas), cooperative; op.warps consumer warps, a producer warp, for one token a routing warp."""
     c = open_tiles(layers, mSync, mMail, phases, names, op)
     chosen = (c.ids, c.share)
     if cutlass.const_expr(op.tokens > 1):
         chosen = (smem(Int32, (op.pairs,), (1,)), smem(Float32, (op.pairs,), (1,)))
     if c.warp == op.warps:
         produce_tiles(c, op)
-    else:
+    elif c.warp < op.warps:
         consume_tiles(c, chosen, mIds, op)
+    elif cutlass.const_expr(op.alone):
+        route_layers(c, mIds, op)
 
 
 def tile_shape(dims, cfg):
     refuse_others_tiles(dims)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     return TileOp(
-        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early
-    )
+        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early, cfg.in_flight
+    )  # fmt: skip
 
 
 def workspace(dims, cfg):
@@ -153,5 +156,5 @@ def step(t, cfg, stream):
     tile_kernel(
         tensors, t.outputs.ids, w.mail, w.sync, timeline.buffer(t, cfg), names, op
     ).launch(
-        grid=(op.ctas, 1, 1), block=(op.threads + 32, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1,
+        grid=(op.ctas, 1, 1), block=(op.block, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1,
     )  # fmt: skip

@@ -36,7 +36,8 @@ class Tiles(NamedTuple):
     shared expert's part of this CTA's columns [row, token]; mail: this step's boxes; other: those that the next step
     uses. Of expert number i of those that the tokens want: ids[i]; mask[i]: bits of its tokens; pair[i, token]: where
     its h is, or -1; share[i, token]: its weight, 0 where not wanted; count[0]: how many. origin: elements of h that the
-    sums in `part` become; found: candidates of the top-k.
+    sums in `part` become; found: candidates of the top-k, of a single token with key and score; best: keys of lanes;
+    vec: the vectors of a single token.
     """
 
     tid: Any
@@ -59,6 +60,10 @@ class Tiles(NamedTuple):
     origin: Any
     found: Any
     bits: Any
+    key: Any
+    score: Any
+    best: Any
+    vec: Any
     sync: Any
     base: Any
     mail: Any
@@ -99,6 +104,10 @@ def open_tiles(
         smem(Int32, (op.touched * op.tokens,), (1,)), smem(Float32, (op.touched * op.tokens,), (1,)),
         smem(Int32, (4,), (1,)), smem(Int32, (op.held,), (1,)), smem(Uint16, (op.tokens * d.experts,), (1,)),
         smem(Uint32, (-(-d.experts // 32),), (1,)),
+        smem(Uint32, (d.experts if op.alone else 1,), (1,)),
+        smem(Float32, (d.experts if op.alone else 1,), (1,)),
+        smem(Uint32, (32,), (1,)),
+        smem(Uint32, (op.vector_words,), (1,)),
         mSync.iterator, base, mail, other,
         timeline.track(phases, cta, tid == 0), timeline.track(phases, op.ctas + cta, tid == op.threads),
     )  # fmt: skip
@@ -150,15 +159,14 @@ def store16(address: Int64, r: cute.Tensor):
 
 @cute.jit
 def clear(c: Tiles, layer: Int32, op: cutlass.Constexpr):
-    """This CTA's share of the boxes that the next step's instance `layer` uses, emptied. A launch lies between."""
-    if cutlass.const_expr(not op.fenced):
-        rE = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-        rE.fill(0xFFFFFFFF)
-        start = c.other + Int64(layer) * op.record
-        for i in cutlass.range(
-            c.cta * op.threads + c.tid, op.emptied // 16, op.ctas * op.threads, unroll=1
-        ):
-            store16(start + Int64(i) * 16, rE)
+    """This CTA's share of the boxes that the next step's instance `layer` uses, emptied by one warp. A launch lies
+    between.
+    """
+    rE = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    rE.fill(0xFFFFFFFF)
+    start = c.other + Int64(layer) * op.record
+    for i in cutlass.range(c.cta * 32 + c.lane, op.emptied // 16, op.ctas * 32, unroll=1):
+        store16(start + Int64(i) * 16, rE)
 
 
 @cute.jit
@@ -300,6 +308,37 @@ def drain_tiles(
 def columns_of(c: Tiles, t: cutlass.Constexpr, g: cutlass.Constexpr):
     """Which 16 bytes of a row of x this thread has as its t-th."""
     return (t // 2 * g.active * 2 + c.warp * 2 + t % 2) * 4 + c.lane % 4
+
+
+@cute.jit
+def to_vec(
+    c: Tiles, start: Int64, first: cutlass.Constexpr, k: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """c.vec from 16 bytes times `first` on = a box of k bf16 of a single token, a part a thread. No barrier."""
+    many = -(-k // 8 // op.threads)
+    r = cute.make_rmem_tensor(cute.make_layout((4, many)), Uint32)
+    for v in cutlass.range_constexpr(many):
+        i = c.tid + v * op.threads
+        if i < k // 8:
+            peek(start + Int64(i) * 16, r[None, v])
+    for v in cutlass.range_constexpr(many):
+        i = c.tid + v * op.threads
+        if i < k // 8:
+            sure(start + Int64(i) * 16, r[None, v], 2, op)
+            cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (first + i,)))
+
+
+@cute.jit
+def from_vec(c: Tiles, first: cutlass.Constexpr, g: cutlass.Constexpr):
+    """rX[4, steps] as `take_box`, from c.vec."""
+    rX = cute.make_rmem_tensor(cute.make_layout((4, 2 * g.spans)), Uint32)
+    rX.fill(0)
+    if c.lane < 4 and c.warp < g.active:
+        for t in cutlass.range_constexpr(2 * g.spans):
+            cute.autovec_copy(
+                cute.local_tile(c.vec, (4,), (first + columns_of(c, t, g),)), rX[None, t]
+            )
+    return rX
 
 
 @cute.jit

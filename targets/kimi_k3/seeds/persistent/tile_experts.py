@@ -20,7 +20,15 @@ from targets.kimi_k3.seeds.persistent.device import (
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
-from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, place, send, sure
+from targets.kimi_k3.seeds.persistent.tile_device import (
+    COUNT_T,
+    T,
+    Tiles,
+    place,
+    send,
+    sure,
+    to_vec,
+)
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE
 
 CODE_SCALE_T = 2.0**62
@@ -174,6 +182,57 @@ def end_latent(c: Tiles, layer: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
 
 
 @cute.jit
+def inner_alone(c: Tiles, layer: Int32, op: cutlass.Constexpr):
+    """c.vec = hs, then the latent, own and gathered, pairs in the order of `spread`; of a single token. A barrier."""
+    d = op.d
+    own, vecs, first = d.latent_rows // 8, d.latent // 8, d.shared_dim // 8
+    many = -(-vecs // op.threads)
+    r = cute.make_rmem_tensor(cute.make_layout((4, many)), Uint32)
+    start = place(c, "latent", layer, op)
+    for v in cutlass.range_constexpr(many):
+        i = c.tid + v * op.threads
+        if i < own:
+            peek(start + Int64(i) * 16, r[None, v])
+        elif i < vecs:
+            if cutlass.const_expr(d.latent_rows < d.latent):
+                words_at(field(c, layer, T["remote_latent"], COUNT_T), i - own, r[None, v])
+    to_vec(c, place(c, "hs", layer, op), 0, d.shared_dim, op)
+    for v in cutlass.range_constexpr(many):
+        i = c.tid + v * op.threads
+        if i < own:
+            sure(start + Int64(i) * 16, r[None, v], 2, op)
+        if i < vecs:
+            pair_up(r[None, v])
+            cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (first + i,)))
+    consumers(op)
+
+
+@cute.jit
+def latent_alone(c: Tiles, op: cutlass.Constexpr):
+    """rL[4, 4, chunks]: the first four lanes' groups of a single token's latent, zero in the others."""
+    rL = cute.make_rmem_tensor(cute.make_layout((4, 4, op.up_chunks)), Uint32)
+    rL.fill(0)
+    if c.lane < 4 and c.warp < op.up_active:
+        for k in cutlass.range_constexpr(4 * op.up_chunks):
+            i = op.d.shared_dim // 8 + latent_place(c, k, op)
+            cute.autovec_copy(cute.local_tile(c.vec, (4,), (i,)), rL[None, k % 4, k // 4])
+    return rL
+
+
+@cute.jit
+def hidden_alone(
+    c: Tiles, expert: Int32, v: cutlass.Constexpr, rX: cute.Tensor, op: cutlass.Constexpr
+):
+    """rX[4, 4]: the first four lanes' groups of chunk v of h of expert number `expert`, of a single token."""
+    group = 4 * v + c.lane % 4
+    groups = op.d.expert_dim // 32
+    if c.lane < 4 and group < groups:
+        for k in cutlass.range_constexpr(4):
+            i = (expert * groups + group) * 4 + k
+            cute.autovec_copy(cute.local_tile(c.vec, (4,), (i,)), rX[None, k])
+
+
+@cute.jit
 def unit_times(c: Tiles, slot: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
     """rC[4] of sixteen rows, even ones of w1 and odd ones of w3; this warp's columns."""
     g = op.up
@@ -324,8 +383,12 @@ def tiles_down(c: Tiles, layer: Int32, it: Int32, rRemote: cute.Tensor, op: cutl
     rSum.fill(0.0)
     rX.fill(0)
     expert = turn if works else Int32(op.touched)
-    for v in cutlass.range_constexpr(op.down_chunks):
-        load_hidden(c, layer, expert, v, rX[None, None, v], op)
+    if cutlass.const_expr(op.alone):
+        to_vec(c, place(c, "h", layer, op), 0, d.topk * d.expert_dim, op)
+        consumers(op)
+    else:
+        for v in cutlass.range_constexpr(op.down_chunks):
+            load_hidden(c, layer, expert, v, rX[None, None, v], op)
     for start in cutlass.range(0, experts, op.down_slots, unroll=1):
         slot = stage_full(c, it, op)
         end = start + op.down_slots if start + op.down_slots < experts else experts
@@ -333,8 +396,11 @@ def tiles_down(c: Tiles, layer: Int32, it: Int32, rRemote: cute.Tensor, op: cutl
             rC.fill(0.0)
             piece = slot * op.stage + (expert - start) * op.down_piece
             for v in cutlass.range_constexpr(op.down_chunks):
+                if cutlass.const_expr(op.alone):
+                    hidden_alone(c, expert, v, rX[None, None, v], op)
                 piece_times(c, piece, tile, v, (rC, rX[None, None, v], n), op)
-                load_hidden(c, layer, expert + op.down_share, v, rX[None, None, v], op)
+                if cutlass.const_expr(not op.alone):
+                    load_hidden(c, layer, expert + op.down_share, v, rX[None, None, v], op)
             weigh(c, expert, rC, rSum, op)
             expert += op.down_share
         stage_done(c, slot)

@@ -15,13 +15,12 @@ from targets.kimi_k3.seeds.common import (
     situ,
 )
 from targets.kimi_k3.seeds.persistent.device import (
-    ALL,
     ROUTE,
     at,
     consumers,
     field,
     gathered,
-    wait,
+    peek,
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
@@ -33,23 +32,28 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     columns_of,
     drain_tiles,
     fill_tiles,
+    from_vec,
     meet,
     place,
     send,
     store16,
+    sure,
     take_box,
     tell,
+    to_vec,
 )
 from targets.kimi_k3.seeds.persistent.tile_experts import (
     end_latent,
     fill_pieces,
     fill_units,
+    inner_alone,
+    latent_alone,
     others_sums,
     start_latent,
     tiles_down,
     tiles_up,
 )
-from targets.kimi_k3.seeds.persistent.tile_route import bias_of, choose_experts
+from targets.kimi_k3.seeds.persistent.tile_route import bias_of, choose_experts, route_alone
 
 # ---- producer
 
@@ -150,7 +154,9 @@ def far_sums(c: Tiles, layer: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
-def tile_shared(c: Tiles, layer: Int32, it: Int32, rFar: cute.Tensor, op: cutlass.Constexpr):
+def tile_shared(
+    c: Tiles, layer: Int32, it: Int32, rX: cute.Tensor, rFar: cute.Tensor, op: cutlass.Constexpr
+):
     """c.own = bf(shared partial + the others') of this CTA's columns; the rest is sent. Ends with a barrier."""
     d, g, t = op.d, op.tile(op.d.shared_dim, 16), op.tokens
     first, n = share(d.hidden_local, c.cta, op.ctas)
@@ -159,7 +165,6 @@ def tile_shared(c: Tiles, layer: Int32, it: Int32, rFar: cute.Tensor, op: cutlas
     first_s, n_s = share(far, c.cta, op.ctas)
     if cutlass.const_expr(far > 0):
         many = n + n_s
-    rX = take_box(c, place(c, "hs", layer, op), g, op)
     it = drain_tiles(c, it, many, rX, g, op)
     consumers(op)
     for k in cutlass.range_constexpr(rFar.shape[0]):
@@ -215,6 +220,58 @@ def tile_norm(
 
 
 @cute.jit
+def norm_alone(c: Tiles, layer: Int32, rN: cute.Tensor, op: cutlass.Constexpr):
+    """c.vec = bf(RMS(z; norm)) of a single token, rN this thread's words of norm. Ends with a barrier."""
+    vecs = op.d.latent // 8
+    many = -(-vecs // op.threads)
+    start = place(c, "z", layer, op)
+    r = cute.make_rmem_tensor(cute.make_layout((4, many)), Uint32)
+    r.fill(0)
+    square = Float32(0.0)
+    for v in cutlass.range_constexpr(many):
+        i = c.tid + v * op.threads
+        if i < vecs:
+            peek(start + Int64(i) * 16, r[None, v])
+    for v in cutlass.range_constexpr(many):
+        i = c.tid + v * op.threads
+        if i < vecs:
+            sure(start + Int64(i) * 16, r[None, v], 2, op)
+        for e in cutlass.range_constexpr(4):
+            a, b = low(r[e, v]), high(r[e, v])
+            square += a * a + b * b
+    square = lanes_sum(square, 32)
+    if c.lane == 0:
+        c.red[c.warp] = square
+    consumers(op)
+    total = Float32(0.0)
+    for w in cutlass.range_constexpr(op.warps):
+        total += c.red[w]
+    scale = cute.math.rsqrt(total / op.d.latent + op.d.eps)
+    for v in cutlass.range_constexpr(many):
+        i = c.tid + v * op.threads
+        for e in cutlass.range_constexpr(4):
+            a = low(r[e, v]) * scale * low(rN[e, v])
+            r[e, v] = pack_bf16(a, high(r[e, v]) * scale * high(rN[e, v]))
+        if i < vecs:
+            cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (i,)))
+    consumers(op)
+
+
+@cute.jit
+def norm_words_alone(c: Tiles, layer: Int32, op: cutlass.Constexpr):
+    """This thread's words of the latent's norm, for a single token."""
+    many = -(-op.d.latent // 8 // op.threads)
+    rN = cute.make_rmem_tensor(cute.make_layout((4, many)), Uint32)
+    rN.fill(0)
+    for v in cutlass.range_constexpr(many):
+        if c.tid + v * op.threads < op.d.latent // 8:
+            words_at(
+                field(c, layer, T["latent_norm"], COUNT_T), c.tid + v * op.threads, rN[None, v]
+            )
+    return rN
+
+
+@cute.jit
 def tile_up(c: Tiles, layer: Int32, it: Int32, rN: cute.Tensor, op: cutlass.Constexpr):
     """y = bf(bf(RMS(z; latent_norm) W_up^T) + shared) of this CTA's columns, and the next instance's x."""
     d, g, t = op.d, op.tile(op.d.latent, 8), op.tokens
@@ -230,8 +287,12 @@ def tile_up(c: Tiles, layer: Int32, it: Int32, rN: cute.Tensor, op: cutlass.Cons
         i = c.tid + k * op.threads
         if i < n * t:
             rNext[k] = gX[i % t * d.hidden + first + i // t].to(Float32)
-    rX = take_box(c, place(c, "z", layer, op), g, op)
-    tile_norm(c, rX, rN, g, op)
+    if cutlass.const_expr(op.alone):
+        norm_alone(c, layer, rN, op)
+        rX = from_vec(c, 0, g)
+    else:
+        rX = take_box(c, place(c, "z", layer, op), g, op)
+        tile_norm(c, rX, rN, g, op)
     it = drain_tiles(c, it, n, rX, g, op)
     consumers(op)
     for k in cutlass.range_constexpr(many):
@@ -246,8 +307,10 @@ def tile_up(c: Tiles, layer: Int32, it: Int32, rN: cute.Tensor, op: cutlass.Cons
 
 
 @cute.jit
-def tail_columns(c: Tiles, layer: Int32, op: cutlass.Constexpr):
-    """The gathered columns of y and of the next instance's x, a share per CTA."""
+def tail_columns(
+    c: Tiles, layer: Int32, i0: Int32, threads: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """The gathered columns of y and of the next instance's x, a share per CTA, by `threads` threads."""
     d, t = op.d, op.tokens
     vecs = (d.hidden - d.hidden_local) // 8
     if cutlass.const_expr(vecs > 0):
@@ -255,7 +318,7 @@ def tail_columns(c: Tiles, layer: Int32, op: cutlass.Constexpr):
         rY = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
         rX = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
         far = field(c, layer, T["remote_delta"], COUNT_T)
-        for i in cutlass.range(first + c.tid, first + n, op.threads, unroll=1):
+        for i in cutlass.range(first + i0, first + n, threads, unroll=1):
             m, v = i // vecs, i % vecs
             to = Int64(m * d.hidden + d.hidden_local + 8 * v) * 2
             words_at(far, i, rY)
@@ -273,12 +336,20 @@ def first_x(c: Tiles, layer: Int32, op: cutlass.Constexpr):
     g = op.tile(op.d.hidden, 16)
     start = place(c, "x", layer, op)
     start = field(c, layer, T["x"], COUNT_T) if layer == 0 else start
-    return take_box(c, start, g, op)
+    if cutlass.const_expr(op.alone):
+        to_vec(c, start, 0, op.d.hidden, op)
+        consumers(op)
+        rX = from_vec(c, 0, g)
+    else:
+        rX = take_box(c, start, g, op)
+    return rX
 
 
 @cute.jit
-def tile_moe(c: Tiles, layer: Int32, edge: Int32, it: Int32, given: tuple, op: cutlass.Constexpr):
-    """The FFN of one instance; its y and the next one's x are there after the edge that is told of last."""
+def tile_front_part(
+    c: Tiles, layer: Int32, edge: Int32, it: Int32, given: tuple, op: cutlass.Constexpr
+):
+    """Up to the shared expert: the routing is known to whoever waits for it, rL is the latent."""
     mIds, chosen = given
     rX = first_x(c, layer, op)
     timeline.mark(c.track, "router", layer)
@@ -287,35 +358,62 @@ def tile_moe(c: Tiles, layer: Int32, edge: Int32, it: Int32, given: tuple, op: c
     timeline.mark(c.track, "front", layer)
     it = tile_front(c, layer, it, rX, op)
     tell(c, op)
-    timeline.mark(c.track, "edge logits", layer, kind="edge")
-    rBias = bias_of(c, layer, op)
     rFar = far_sums(c, layer, op)
-    tail_columns(c, layer, op)
-    clear(c, layer, op)
-    meet(c, layer + 1, op, ROUTE)
-    timeline.mark(c.track, "choose", layer)
-    choose_experts(c, layer, rBias, chosen, mIds, op)
-    edge += 1
+    if cutlass.const_expr(not op.alone):
+        timeline.mark(c.track, "edge logits", layer, kind="edge")
+        rBias = bias_of(c, layer, op)
+        tail_columns(c, layer, c.tid, op.threads, op)
+        meet(c, layer + 1, op, ROUTE)
+        timeline.mark(c.track, "choose", layer)
+        choose_experts(c, layer, rBias, chosen, mIds, op)
     timeline.mark(c.track, "edge front", layer, kind="edge")
-    meet(c, edge, op)
+    meet(c, edge + 1, op)
     timeline.mark(c.track, "shared down", layer)
-    rL = start_latent(c, layer, op)
-    it = tile_shared(c, layer, it, rFar, op)
+    g = op.tile(op.d.shared_dim, 16)
+    if cutlass.const_expr(op.alone):
+        inner_alone(c, layer, op)
+        it = tile_shared(c, layer, it, from_vec(c, 0, g), rFar, op)
+        rL = latent_alone(c, op)
+    else:
+        rL = start_latent(c, layer, op)
+        it = tile_shared(c, layer, it, take_box(c, place(c, "hs", layer, op), g, op), rFar, op)
+        end_latent(c, layer, rL, op)
+    return it, edge + 1, rL
+
+
+@cute.jit
+def tile_moe(c: Tiles, layer: Int32, edge: Int32, it: Int32, given: tuple, op: cutlass.Constexpr):
+    """The FFN of one instance; its y and the next one's x are there after the edge that is told of last."""
+    it, edge, rL = tile_front_part(c, layer, edge, it, given, op)
+    if cutlass.const_expr(op.alone):
+        timeline.mark(c.track, "routing", layer, kind="wait")
+        cute.arch.mbarrier_wait(c.routed, layer & 1)
     timeline.mark(c.track, "experts up", layer)
-    end_latent(c, layer, rL, op)
     it = tiles_up(c, layer, it, rL, op)
-    tell(c, op, ALL, True)
+    tell(c, op)
     edge += 1
     timeline.mark(c.track, "edge h", layer, kind="edge")
     rRemote = others_sums(c, layer, op)
-    wait(c, edge, op)
+    meet(c, edge, op)
     timeline.mark(c.track, "experts down", layer)
     it = tiles_down(c, layer, it, rRemote, op)
     tell(c, op)
     edge += 1
     timeline.mark(c.track, "edge z", layer, kind="edge")
-    rN = norm_words(c, layer, op)
+    rN = (
+        norm_words_alone(c, layer, op) if cutlass.const_expr(op.alone) else norm_words(c, layer, op)
+    )
     meet(c, edge, op)
     timeline.mark(c.track, "up projection", layer)
     it = tile_up(c, layer, it, rN, op)
     return it, edge
+
+
+@cute.jit
+def route_layers(c: Tiles, mIds: cute.Tensor, op: cutlass.Constexpr):
+    """The routing warp of a single token; it also does what nobody waits for."""
+    for layer in cutlass.range(op.d.layers, unroll=1):
+        tail_columns(c, layer, c.lane, 32, op)
+        clear(c, layer, op)
+        ids = at(Int32, mIds.iterator.toint() + Int64(layer * op.pairs * 4), op.pairs)
+        route_alone(c, layer, ids, op)

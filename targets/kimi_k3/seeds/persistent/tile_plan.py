@@ -72,6 +72,8 @@ class TileOp:
     spin: int
     early: int = 0
     """CTAs that may be missing when boxes are looked into that say themselves what is there."""
+    in_flight: int = 0
+    """Stages that may be on their way at once, 0: the whole ring (`device.stage_free` says why)."""
 
     @property
     def threads(self):
@@ -80,6 +82,23 @@ class TileOp:
     @property
     def tokens(self):
         return self.d.rows
+
+    @property
+    def alone(self):
+        """One token: its vectors pass through shared memory, a warp of its own routes it."""
+        return self.d.rows == 1
+
+    @property
+    def block(self):
+        """Threads of a CTA: consumers, a producer warp, for one token a routing warp."""
+        return self.threads + (64 if self.alone else 32)
+
+    @property
+    def vector_words(self):
+        """Shared memory for the vectors of a single token: x, or hs and the latent, or h of all its experts, or z."""
+        d = self.d
+        found = max(d.hidden, d.shared_dim + d.latent, d.topk * d.expert_dim)
+        return found // 2 if self.alone else 4
 
     @property
     def fenced(self):
@@ -217,7 +236,8 @@ class TileOp:
             + lists
             + self.tokens * (STRIDE + 16) * 4
         )
-        small += most(d.hidden_local, self.ctas) * self.tokens * 4 + 512
+        small += most(d.hidden_local, self.ctas) * self.tokens * 4 + 512 + 4 * self.vector_words
+        small += 8 * d.experts + 128 if self.alone else 0
         fit = (SHARED_MEMORY - small) // self.stage
         return max(2, min(self.wanted or 7, fit))
 
@@ -242,8 +262,8 @@ class TileOp:
 
     @property
     def emptied(self):
-        """Bytes of a record that say themselves whether they are there: all but h, which comes last."""
-        return self.boxes["h"][0]
+        """Bytes of a record that say themselves whether they are there."""
+        return self.record
 
     @property
     def mail_words(self):
