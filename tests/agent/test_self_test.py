@@ -222,7 +222,13 @@ def test_reports_of_parts_are_summed_up(tmp_path: Path) -> None:
         return result.return_value, json.loads(result.stdout or "{}")
 
     code, data = summed(a, b)
-    assert (code, data["planted"], data["caught"], data["good"], data["rejected"]) == (1, 1, 1, 2, 1)
+    assert (code, data["planted"], data["caught"], data["good"], data["rejected"]) == (
+        1,
+        1,
+        1,
+        2,
+        1,
+    )
     assert data["rows"] == [r.to_json() for r in (caught, accepted, rejected)]
     assert summed(a, part(tmp_path, "c", [accepted]))[0] == 0
     late = part(tmp_path, "d", [accepted], not_reached=["gemv/four-warps"])
