@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sandbox.artifact import buffer_dict, canonical
+from sandbox.artifact import canonical
 from sandbox.jobs import CompileJob, JudgeJob
 
 PACKAGES = ("nvidia-cutlass-dsl", "nvidia-cuda-nvcc", "llvmlite", "torch", "numpy", "cuda-bindings")
@@ -58,23 +59,18 @@ def target_hash(target: str) -> str:
 
 def compile_key(job: CompileJob, jail: Mapping[str, Any]) -> str:
     """`jail`: how it is confined and for how long it may run."""
-    return _digest({
-        "what": "compile", "versions": dict(versions()), "jail": dict(jail),
-        "source": hashlib.sha256(job.source.encode("utf-8", "surrogatepass")).hexdigest(),
-        "target": job.target, "workload": dict(job.workload), "dims": dict(job.dims),
-        "buffers": [buffer_dict(b) for b in job.buffers], "arch": job.arch, "tunables": dict(job.tunables),
-        "filename": job.filename, "sms": job.sms,
-    })  # fmt: skip
+    source = hashlib.sha256(job.source.encode("utf-8", "surrogatepass")).hexdigest()
+    fields = dataclasses.asdict(dataclasses.replace(job, source=source))
+    return _digest(
+        {"what": "compile", "versions": dict(versions()), "jail": dict(jail), "job": fields}
+    )
 
 
 def judge_key(job: JudgeJob, artifacts: Mapping[str, str | None], look: Mapping[str, Any]) -> str:
-    """`artifacts`: hashes of artifact, incumbent and timeline. `look`: scope, kind of device, whether it is fresh."""
-    return _digest({
-        "what": "judge", "versions": dict(versions()), "artifacts": dict(artifacts), "look": dict(look),
-        "target": job.target, "file": target_hash(job.target), "options": dict(job.options), "device": job.device,
-        "tier": str(job.tier), "baselines": list(job.baselines), "seed": job.seed, "deadline": job.deadline_s,
-        "steps": job.steps,
-    })  # fmt: skip
+    """`artifacts`: hashes, for every field of the job that is a folder. `look`: scope, kind of device, whether fresh."""
+    fields = {k: v for k, v in dataclasses.asdict(job).items() if k not in artifacts}
+    said = {"what": "judge", "versions": dict(versions()), "artifacts": dict(artifacts)}
+    return _digest({**said, "look": dict(look), "file": target_hash(job.target), "job": fields})
 
 
 def _digest(value: Mapping[str, Any]) -> str:
