@@ -79,5 +79,5 @@ def shape(dims, cfg, rows=1):
         cfg.spin_limit,
         tiled,
         getattr(cfg, "in_flight", 0),
-        getattr(cfg, "direct", False),
+        getattr(cfg, "direct", 0),
     )

@@ -37,7 +37,7 @@ TUNABLES = {
     "tiles_from": (2, 1),
     "tile_stages": (6, 12, 5, 4, 3, 2),
     "tile_bytes": (28672, 14336),
-    "direct": (False, True),
+    "direct": (0, 1, 2),
     "in_flight": (2, 3, 0, 4, 1, 5, 6),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 12, 16, 32, 64, 128, 132),
@@ -95,8 +95,9 @@ def consume_rows(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
     for layer in cutlass.range(d.layers, unroll=1):
         if layer > 0:
             edge += 1
-            timeline.mark(c.track, "edge y", layer, kind="edge")
-            wait(c, edge, op, acquire=False)
+            if cutlass.const_expr(op.direct < 2):
+                timeline.mark(c.track, "edge y", layer, kind="edge")
+                wait(c, edge, op, acquire=False)
         timeline.mark(c.track, "input", layer)
         rX = load_rows(c, layer, op)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.rows * d.hidden)

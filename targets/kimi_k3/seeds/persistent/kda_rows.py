@@ -589,7 +589,14 @@ def kda_rows(
     timeline.mark(c.track, "in_proj", layer)
     it = drain_tiles(c, it, n, rX, g, op)
     late = load_late(c, layer, s, op)
-    consumers(op)
+    if cutlass.const_expr(op.direct > 1):
+        # all have read the boxes of the instance before, and its taps of this one: they may be written again
+        if layer > 0:
+            wait(c, edge, op, acquire=False)
+        else:
+            consumers(op)
+    else:
+        consumers(op)
     for k in cutlass.range_constexpr(-(-d.rows * widest // op.threads)):
         token, row = owned(c, k, widest, op)
         if token < d.rows and row < n:
@@ -601,7 +608,7 @@ def kda_rows(
                 tile_sum(c, row, token, op),
                 op,
             )
-    if cutlass.const_expr(op.direct):
+    if cutlass.const_expr(op.direct > 0):
         # who looks into a box waits for its element; only the first instance's taps are not protected by edge y
         if layer == 0:
             hint(c, op)

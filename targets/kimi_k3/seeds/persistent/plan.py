@@ -168,7 +168,7 @@ class Op:
 
     tiled: weights pass in packed tiles (`tensor`), for one token to eight, else in whole rows for one. in_flight: how
     many stages may be on their way at once, 0 for the whole ring. direct: who needs values of other CTAs waits for them
-    alone, where that is enough.
+    alone: 1 within an instance, 2 from one to the next too, whose edge is passed only before boxes are used again.
     """
 
     d: object
@@ -179,7 +179,7 @@ class Op:
     spin: int
     tiled: bool = False
     in_flight: int = 0
-    direct: bool = False
+    direct: int = 0
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0

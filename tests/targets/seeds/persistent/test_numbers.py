@@ -60,6 +60,6 @@ def test_two_steps_in_a_row(compiler: CompileClient, part: str) -> None:
 @pytest.mark.slow
 def test_several_tokens_two_steps_in_a_row(compiler: CompileClient) -> None:
     """Four of eight columns of the tensor-core products are tokens; CTAs have unequal rows and parts of a head."""
-    extra = {"ctas": 12, "tile_stages": 3, "in_flight": 2, "direct": True}
+    extra = {"ctas": 12, "tile_stages": 3, "in_flight": 2, "direct": 2}
     case = Case("kda", rows=4, preset="tiny-tp2", layers=3, steps=2, tunables=extra)
     verify(built(compiler, case), case)
