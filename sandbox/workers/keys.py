@@ -67,8 +67,12 @@ def compile_key(job: CompileJob, jail: Mapping[str, Any]) -> str:
 
 
 def judge_key(job: JudgeJob, artifacts: Mapping[str, str | None], look: Mapping[str, Any]) -> str:
-    """`artifacts`: hashes, for every field of the job that is a folder. `look`: scope, kind of device, whether fresh."""
+    """`artifacts`: hashes, for every field of the job that is a folder. `look`: scope, kind of device, whether fresh.
+
+    Of the compile's isolation its tier counts: the user id of a box says nothing about what was in it.
+    """
     fields = {k: v for k, v in dataclasses.asdict(job).items() if k not in artifacts}
+    fields["compile_isolation"] = job.compile_isolation.get("tier")
     said = {"what": "judge", "versions": dict(versions()), "artifacts": dict(artifacts)}
     return _digest({**said, "look": dict(look), "file": target_hash(job.target), "job": fields})
 
