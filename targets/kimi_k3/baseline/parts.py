@@ -354,7 +354,7 @@ class Maker:
         s, w, m = self.shape.sizes, layer.weights, self.m
         ids, send = routed
         logits = self.buffer("logits", m, w["router"].shape[0], dtype=torch.float32)
-        latent = self.buffer("latent", m, s.latent)
+        latent = self.buffer("latent", m, s.latent, dtype=torch.float32)
         hidden = self.buffer("shared_hidden", m, s.shared_dim)
         scores = self.buffer("scores", m, s.topk, dtype=torch.float32)
         z = self.buffer("experts_sum", m, s.latent)
@@ -391,7 +391,7 @@ class Maker:
         s, w, m = self.shape.sizes, layer.weights, self.m
         latent, ids = given
         x, down, y = shared
-        hidden = self.buffer("expert_hidden", m, s.topk, s.expert_dim)
+        hidden = self.buffer("expert_hidden", m, s.topk, s.expert_dim, dtype=torch.float32)
         up = self.fixed("up")
         n, k = down.shape
         # one number of warps for both halves: the product's tile keeps its shape
@@ -411,7 +411,7 @@ class Maker:
     def _down(self, layer: Layer, given: tuple[Tensor, Tensor], z: Tensor) -> Launch:
         s, w, m = self.shape.sizes, layer.weights, self.m
         ids, scores = given
-        hidden = self.buffer("expert_hidden", m, s.topk, s.expert_dim)
+        hidden = self.buffer("expert_hidden", m, s.topk, s.expert_dim, dtype=torch.float32)
         t, ahead = self.fixed("down"), self.ahead(w["latent_up"], z)
         remote = layer.remote.get("moe")
         bw = min(t.bk, s.expert_dim // 8 & -(s.expert_dim // 8))

@@ -1,7 +1,8 @@
 """The routed experts on MXFP4 weights, one (row, slot) pair at a time: codes become float32 in registers.
 
 Codes are read as int32 words of eight; their operand lies in eight planes, so that a word's nibbles meet contiguous
-values. Pairs that share an expert read it again: made for few rows.
+values: bf16 values as float32 times SHIFT, as wide as the words, so that no thread has to move any. Pairs that share an
+expert read it again: made for few rows.
 """
 
 import triton
@@ -22,20 +23,20 @@ from targets.kimi_k3.baseline.kernels.products import linear_rows
 @triton.jit
 def dot_words(words, x, PLANE: tl.constexpr):
     """Each word's eight codes times x[plane, word], in the shape of `words`; x points at the first plane's values."""
-    total = decode(words, 0) * (tl.load(x).to(tl.float32) * SHIFT)
+    total = decode(words, 0) * tl.load(x)
     for i in tl.static_range(1, 8):
-        total += decode(words, i) * (tl.load(x + i * PLANE).to(tl.float32) * SHIFT)
+        total += decode(words, i) * tl.load(x + i * PLANE)
     return total
 
 
 @triton.jit
 def dot_both(first, second, x, PLANE: tl.constexpr):
     """`dot_words` of two matrices with one x."""
-    v = tl.load(x).to(tl.float32) * SHIFT
+    v = tl.load(x)
     a = decode(first, 0) * v
     b = decode(second, 0) * v
     for i in tl.static_range(1, 8):
-        v = tl.load(x + i * PLANE).to(tl.float32) * SHIFT
+        v = tl.load(x + i * PLANE)
         a += decode(first, i) * v
         b += decode(second, i) * v
     return a, b
@@ -70,7 +71,7 @@ def up_rows(
     latent, ids, w1, s1, w3, s3, hidden, block, pair,
     TOPK: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden bf16 [M, TOPK, 8 planes of ROWS / 8] = bf(SiTU(w1 l, w3 l)); latent bf16 [M, 8 planes of K / 8].
+    """hidden f32 [M, TOPK, 8 planes of ROWS / 8] = bf(SiTU(w1 l, w3 l)) SHIFT; latent f32 [M, 8 planes of K / 8].
 
     w1, w3 i32 [experts, ROWS, K / 8]; s1, s3 u8 [experts, ROWS, K / 32]. The next tile is on its way while one is
     multiplied. This is a block of BN rows of one pair (row m, slot)."""
@@ -104,7 +105,7 @@ def up_rows(
         gate += tl.sum(tl.reshape(a, [BN, BW // 4, 4]), 2) * by1
         up += tl.sum(tl.reshape(b, [BN, BW // 4, 4]), 2) * by3
     to = hidden + pair * ROWS + n % 8 * (ROWS // 8) + n // 8
-    tl.store(to, situ(tl.sum(gate, 1), tl.sum(up, 1)).to(tl.bfloat16))
+    tl.store(to, bf(situ(tl.sum(gate, 1), tl.sum(up, 1))) * SHIFT)
 
 
 @triton.jit
@@ -132,7 +133,9 @@ def down_kernel(
     g = tl.arange(0, BW // 4)
     begin(PDL)
     row = tl.load(ids + m * TOPK + slot)[None, :] * ROWS + n[:, None]
-    x = hidden + (m * TOPK + slot)[None, :, None] * K + j[None, None, :]
+    # as many pointers as words: one load for all rows would lie in other threads and be moved through shared memory
+    spread = tl.zeros([BN, 1, 1], dtype=tl.int32)
+    x = hidden + (m * TOPK + slot)[None, :, None] * K + j[None, None, :] + spread
     at = row[:, :, None] * WORDS + j[None, None, :]
     scale = row[:, :, None] * (WORDS // 4) + g[None, None, :]
     total = tl.zeros([BN, TOPK, BW // 4], dtype=tl.float32)

@@ -7,7 +7,7 @@ of W before it waits for the launch before.
 import triton
 import triton.language as tl
 
-from targets.kimi_k3.baseline.kernels.common import begin, bf, situ
+from targets.kimi_k3.baseline.kernels.common import SHIFT, begin, bf, situ
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def copy_columns(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """target[m, begin_at + c] = source[m, c] for one block of columns of one row. With PLANES > 1 the target's row is
-    stored as [PLANES, WIDTH / PLANES], column c at (c % PLANES, c / PLANES)."""
+    f32, times SHIFT, and stored as [PLANES, WIDTH / PLANES], column c at (c % PLANES, c / PLANES)."""
     tiles: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     m = (program - start) // tiles
     c = (program - start) % tiles * BLOCK + tl.arange(0, BLOCK)
@@ -153,7 +153,10 @@ def copy_columns(
     v = tl.load(source + m * COLUMNS + c, mask=mask, other=0.0)
     to = c + begin_at
     at = to % PLANES * (WIDTH // PLANES) + to // PLANES
-    tl.store(target + m * stride + at, v, mask=mask)
+    if PLANES > 1:
+        tl.store(target + m * stride + at, v.to(tl.float32) * SHIFT, mask=mask)
+    else:
+        tl.store(target + m * stride + at, v, mask=mask)
 
 
 @triton.jit
@@ -259,7 +262,8 @@ def front_kernel(
     OWN: tl.constexpr, LATENT: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Everything that an FFN computes from y, in one launch: logits f32 [M, ROUTED]; the first OWN columns of the
-    latent, the rest copied from remote, in eight planes; hidden bf16 [M, SHARED] of the shared expert."""
+    latent, the rest copied from remote, as f32 times SHIFT in eight planes; hidden bf16 [M, SHARED] of the shared
+    expert."""
     pid = tl.program_id(0)
     m = tl.arange(0, MP)
     a: tl.constexpr = (ROUTED + BN - 1) // BN
@@ -277,7 +281,7 @@ def front_kernel(
         acc = product(x, K, x, 0.0, down, rows, M, MP, K, BN, BK, False, PDL)
         mask = (n < OWN)[:, None] & (m < M)[None, :]
         at = n % 8 * (LATENT // 8) + n // 8
-        tl.store(latent + m[None, :] * LATENT + at[:, None], acc.to(tl.bfloat16), mask=mask)
+        tl.store(latent + m[None, :] * LATENT + at[:, None], bf(acc) * SHIFT, mask=mask)
     elif pid < c:
         n = (pid - b) * BN + tl.arange(0, BN)
         rows = tl.minimum(n, SHARED - 1)
