@@ -127,10 +127,14 @@ def compile_all(options: argparse.Namespace) -> None:
     from sandbox.devices.cuda_toolchain import build
     from sandbox.jobs import CompileJob
     from targets.base import Options, find
+    from targets.kimi_k3 import seeds
 
     target = find(f"kimi-k3-{options.target}")
     extra = {"mode": "peer2"} if options.target == "decode" else {}
-    source = Path(options.source).read_text() if options.source else target.seed_source()
+    source = target.seed_source()
+    if options.source:
+        file = Path(options.source)
+        source = file.read_text() if file.is_file() else seeds.source(f"kimi-k3-{options.source}")
     settings = CompileSettings(
         options.output, idle=1, jobs=1, deadline_s=280, tier="none", trust_this_code=True
     )
@@ -173,7 +177,7 @@ def fused(options: argparse.Namespace) -> None:
             tunables = dict(artifact.tunables)
             row: dict[str, Any] = {
                 "what": "fused", "target": w.target, "preset": w.options.preset, "rows": w.rows, "layers": w.layers,
-                "tunables": tunables,
+                "launches": len(artifact.step.of(0).launches), "tunables": tunables,
             }  # fmt: skip
             try:
                 pair = Pair(device, artifact, w, KimiReference())
@@ -470,7 +474,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--set", type=setting, nargs="*", default=[], help="tunables, name=value")
-    parser.add_argument("--source", help="a candidate file in place of the target's seed")
+    parser.add_argument(
+        "--source", help="a candidate file, or the name of another seed, such as oproj-stack"
+    )
     parser.add_argument(
         "--no-compare", action="store_true", help="do not compare with the reference"
     )

@@ -136,10 +136,9 @@ def from_mail(rP: cute.Tensor, at: tuple, flag: Uint32, link: Link, op: cutlass.
 
 
 @cute.jit
-def load_bank(mix: Mix, state: MixState, rV: cute.Tensor, op: cutlass.Constexpr):
-    """rV[8, vector, source] = the bank rows and, last, the prefix as it was; absent sources stay zero."""
+def load_bank(mix: Mix, state: MixState, rV: cute.Tensor, m: Int32, op: cutlass.Constexpr):
+    """rV[8, vector, source] = row m of the bank and, last, of the prefix as it was; absent sources stay zero."""
     tid, _, _ = cute.arch.thread_idx()
-    m, _, _ = cute.arch.block_idx()
     old = 0 if cutlass.const_expr(mix.old is None) else mix.old.shape[1]
     for v in cutlass.range_constexpr(op.vectors):
         i = v * op.threads + tid
@@ -257,7 +256,7 @@ def receive_kernel(mix: Mix, state: MixState, given: Given, link: Link, op: cutl
             send(rOwn[None, v], at, flag, link, wire)
     rV = cute.make_rmem_tensor(cute.make_layout((8, shape.vectors, shape.bank + 1)), BFloat16)
     rV.fill(0.0)
-    load_bank(mix, state, rV, shape)
+    load_bank(mix, state, rV, m, shape)
     rW = cute.make_rmem_tensor(cute.make_layout((8, shape.vectors)), Float32)
     for v in cutlass.range_constexpr(shape.vectors):
         i = v * shape.threads + tid

@@ -17,6 +17,7 @@ from sandbox.judge.checks import Checker, Moment
 from sandbox.judge.locate import Where
 from sandbox.verdict import Status, Tier, Verdict
 from targets.base import Options, Scalar, find
+from targets.kimi_k3 import seeds
 from targets.kimi_k3.planted.peers import peers
 
 SIZE = Options("tiny-tp2", 3, 2)
@@ -83,6 +84,15 @@ def test_ranks_that_hold_other_bits_are_wrong() -> None:
     failure = Checker(case).check(replace(m, after={**after, "outputs.y.1@1": nudged}))
     assert failure is not None and failure.rule == "ranks-differ"
     assert failure.where["tensor"] == "outputs.y.1" and failure.where["rank"] == 1
+
+
+@pytest.mark.slow
+def test_one_launch_for_all_instances_passes(compiler: CompileClient) -> None:
+    """The variant `oproj-stack`: as many launches a step as there are ranks."""
+    source = seeds.source("kimi-k3-oproj-stack")
+    verdict = judged(compiler, "kimi-k3-oproj-allreduce", source, {"ctas": 6})
+    assert verdict.status is Status.PASSED, verdict.failure
+    assert verdict.timing is not None and verdict.timing.workloads[0].launches == 1
 
 
 @pytest.mark.slow
