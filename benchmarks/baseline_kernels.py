@@ -1,6 +1,7 @@
 """What the baselines of a workload do on this GPU: right or wrong, time of a step in a CUDA graph, time by kernel.
 
     python benchmarks/baseline_kernels.py --preset tp8 --rows 1 --baselines mix,compile,graph --json out.json
+    python benchmarks/baseline_kernels.py --preset tp8 --rows 1 --compile       Triton kernels that --tune tries; no GPU
     python benchmarks/baseline_kernels.py --preset tp8 --rows 1 --tune 60       tiles of the mix, one place at a time
 
 For those who work on baselines; what is reported of them comes from the judge. It reads no candidate.
@@ -40,8 +41,8 @@ CHOICES = {
     "stages": (1, 2, 3, 4),
 }  # fmt: skip
 PLACES = (
-    "in_proj", "front", "up", "down", "o_proj", "latent_up", "kda", "attn_res", "rank", "a_proj", "q_b", "attention",
-    "join", "query",
+    "up", "down", "kda", "front", "in_proj", "rank", "o_proj", "latent_up", "attn_res", "a_proj", "attention", "join",
+    "q_b", "query",
 )  # fmt: skip
 
 
@@ -171,23 +172,13 @@ def _unlinked(bench: Bench, one: Any) -> Any:
 
 
 def tune(bench: Bench, seconds: float) -> dict[str, Any]:
-    """Every tile of `variants` at one place after the other, kept where the whole step is faster by it. They are
-    compiled ahead, by a third of the cores: other GPUs of the host may be at work."""
+    """Every tile of `variants` at one place after the other, kept where the whole step is faster by it."""
     end = time.monotonic() + seconds
-    mp = bench.prepared("mix").make.mp
     asked = recorder(tiles)
-    bench.prepared("mix")
-    places = [p for p in PLACES if p in asked]
-    options, target = bench.w.options, bench.w.target
-    jobs = [(options, target, p, mp, t) for p in places for t in variants(asked[p], mp)]
-    begin = time.monotonic()
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 4) // 3), get_context("spawn")) as pool:
-        for said in filter(None, pool.map(triton_offline.warm, jobs)):
-            print(f"   {said}", flush=True)
-    print(f"{len(jobs)} tiles compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    mp = bench.prepared("mix").make.mp
     first = best = bench.us(bench.prepared("mix"))
     seen: dict[str, float] = {}
-    for place in places:
+    for place in [p for p in PLACES if p in asked]:
         for tile in variants(asked[place], mp):
             if time.monotonic() > end:
                 break
@@ -203,6 +194,21 @@ def tune(bench: Bench, seconds: float) -> dict[str, Any]:
     )
     kept = {f"{k}": str(v) for k, v in tiles.MEASURED.items()}
     return {"from": first, "to": best, "tiles": kept, "tried": seen}
+
+
+def ahead(options: Options, target: str) -> None:
+    """Compile what `tune` will try, without a GPU, by a third of the cores: others may be at work."""
+    begin, mp = time.monotonic(), 1 if options.rows == 1 else max(16, tiles.power(options.rows))
+    asked = recorder(tiles)
+    triton_offline.compiled(options, target)
+    jobs = [
+        (options, target, p, mp, t)
+        for p in PLACES if p in asked for t in variants(asked[p], mp) if t.kind == "triton"
+    ]  # fmt: skip
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 4) // 3), get_context("spawn")) as pool:
+        for said in filter(None, pool.map(triton_offline.warm, jobs)):
+            print(f"   {said}", flush=True)
+    print(f"{len(jobs)} tiles compiled in {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def variants(t: tiles.Tile, mp: int) -> list[tiles.Tile]:
@@ -268,10 +274,15 @@ def main() -> None:
     option("--context", type=int)
     option("--baselines", default="mix,compile,graph")
     option("--tune", type=float, default=0.0)
+    option("--compile", action="store_true", help="only compile what --tune tries; needs no GPU")
     option("--json")
     a = parser.parse_args()
+    options = Options(a.preset, a.layers, a.rows, a.context)
+    if a.compile:
+        ahead(options, a.target)
+        return
     begin = time.monotonic()
-    bench = Bench(Options(a.preset, a.layers, a.rows, a.context), a.target)
+    bench = Bench(options, a.target)
     torch.cuda.synchronize()
     print(f"{a.preset} rows {a.rows}: tensors after {time.monotonic() - begin:.1f} s", flush=True)
     with torch.inference_mode():
