@@ -104,6 +104,18 @@ def below(pid: int) -> set[int]:
     return found
 
 
+def servers() -> list[int]:
+    """Judges' servers below this process, which has started all nodes."""
+    found = []
+    for pid in below(os.getpid()):
+        try:
+            if b"sandbox.judge.server" in (Path("/proc") / str(pid) / "cmdline").read_bytes():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
 def alive(pids: set[int]) -> set[int]:
     out = set()
     for pid in pids:
@@ -231,9 +243,11 @@ def test_a_driver_killed_and_resumed_ends_with_the_record_of_one_left_alone(
 
     process = kernelgen(tmp_path, *RUN, *workers(wide, 2), "--kind", "cpu")
     until(lambda: len(results()) > 2, 120)
+    assert servers()
     process.kill()
     process.wait()
     before = results()
+    until(lambda: not servers(), 30)  # the dead driver's workers took their judges along
     finished(tmp_path, "resume", "last", *workers(wide, 2), "--json")
     assert record(tmp_path) == local
     assert before.items() <= results().items()  # nothing that had come was made again
