@@ -311,6 +311,12 @@ def columns_of(c: Tiles, t: cutlass.Constexpr, g: cutlass.Constexpr):
 
 
 @cute.jit
+def within(i: Int32, n: Any):
+    """i, or the last of n: a load is waited for at the end of a branch, so loads stand in none."""
+    return i if i < n else n - 1
+
+
+@cute.jit
 def to_vec(
     c: Tiles, start: Int64, first: cutlass.Constexpr, k: cutlass.Constexpr, op: cutlass.Constexpr
 ):
@@ -318,14 +324,11 @@ def to_vec(
     many = -(-k // 8 // op.threads)
     r = cute.make_rmem_tensor(cute.make_layout((4, many)), Uint32)
     for v in cutlass.range_constexpr(many):
-        i = c.tid + v * op.threads
-        if i < k // 8:
-            peek(start + Int64(i) * 16, r[None, v])
+        peek(start + Int64(within(c.tid + v * op.threads, k // 8)) * 16, r[None, v])
     for v in cutlass.range_constexpr(many):
-        i = c.tid + v * op.threads
-        if i < k // 8:
-            sure(start + Int64(i) * 16, r[None, v], 2, op)
-            cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (first + i,)))
+        i = within(c.tid + v * op.threads, k // 8)
+        sure(start + Int64(i) * 16, r[None, v], 2, op)
+        cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (first + i,)))
 
 
 @cute.jit

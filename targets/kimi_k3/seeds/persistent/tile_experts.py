@@ -28,6 +28,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     send,
     sure,
     to_vec,
+    within,
 )
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE
 
@@ -150,21 +151,25 @@ def latent_place(c: Tiles, k: cutlass.Constexpr, op: cutlass.Constexpr):
 
 
 @cute.jit
+def latent_at(c: Tiles, layer: Int32, token: Int32, i: Int32, op: cutlass.Constexpr):
+    """Address of the i-th 16 bytes of a token's latent, own or gathered."""
+    own, far = op.d.latent_rows // 8, (op.d.latent - op.d.latent_rows) // 8
+    address = place(c, "latent", layer, op) + Int64(token * own + i) * 16
+    if cutlass.const_expr(far > 0):
+        other = field(c, layer, T["remote_latent"], COUNT_T) + Int64(token * far + i - own) * 16
+        address = address if i < own else other
+    return address
+
+
+@cute.jit
 def start_latent(c: Tiles, layer: Int32, op: cutlass.Constexpr):
     """rL[4, 4, chunks]: this lane's groups of its token's latent, own and gathered, on their way."""
-    d = op.d
     rL = cute.make_rmem_tensor(cute.make_layout((4, 4, op.up_chunks)), Uint32)
     rL.fill(0)
     token = c.lane // 4
-    own, far = d.latent_rows // 8, (d.latent - d.latent_rows) // 8
     if token < op.tokens and c.warp < op.up_active:
         for k in cutlass.range_constexpr(4 * op.up_chunks):
-            i = latent_place(c, k, op)
-            r = rL[None, k % 4, k // 4]
-            if i < own:
-                peek(place(c, "latent", layer, op) + Int64(token * own + i) * 16, r)
-            elif cutlass.const_expr(d.latent_rows < d.latent):
-                words_at(field(c, layer, T["remote_latent"], COUNT_T), token * far + i - own, r)
+            peek(latent_at(c, layer, token, latent_place(c, k, op), op), rL[None, k % 4, k // 4])
     return rL
 
 
@@ -190,20 +195,15 @@ def inner_alone(c: Tiles, layer: Int32, op: cutlass.Constexpr):
     r = cute.make_rmem_tensor(cute.make_layout((4, many)), Uint32)
     start = place(c, "latent", layer, op)
     for v in cutlass.range_constexpr(many):
-        i = c.tid + v * op.threads
-        if i < own:
-            peek(start + Int64(i) * 16, r[None, v])
-        elif i < vecs:
-            if cutlass.const_expr(d.latent_rows < d.latent):
-                words_at(field(c, layer, T["remote_latent"], COUNT_T), i - own, r[None, v])
+        i = within(c.tid + v * op.threads, vecs)
+        peek(latent_at(c, layer, Int32(0), i, op), r[None, v])
     to_vec(c, place(c, "hs", layer, op), 0, d.shared_dim, op)
     for v in cutlass.range_constexpr(many):
-        i = c.tid + v * op.threads
+        i = within(c.tid + v * op.threads, vecs)
         if i < own:
             sure(start + Int64(i) * 16, r[None, v], 2, op)
-        if i < vecs:
-            pair_up(r[None, v])
-            cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (first + i,)))
+        pair_up(r[None, v])
+        cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (first + i,)))
     consumers(op)
 
 
@@ -320,19 +320,20 @@ def load_hidden(
     rX: cute.Tensor,
     op: cutlass.Constexpr,
 ):
-    """rX[4, 4]: this lane's group of chunk v of h of its token and expert number `expert`, zero if not wanted."""
+    """rX[4, 4]: this lane's group of chunk v of h of its token and expert number `expert`; of another expert of this
+    token if that one is not wanted, whose weight is zero.
+    """
     d = op.d
-    token, group = c.lane // 4, 4 * v + c.lane % 4
-    pair = Int32(-1)
-    if token < op.tokens and expert < wanted(c, op):
-        pair = expert
-        if cutlass.const_expr(op.tokens > 1):
-            pair = c.pair[expert * op.tokens + token]
-    rX.fill(0)
-    if pair >= 0 and group < d.expert_dim // 32:
-        start = place(c, "h", layer, op) + Int64(pair) * (2 * d.expert_dim)
-        for k in cutlass.range_constexpr(4):
-            words_at(start, group * 4 + k, rX[None, k])
+    groups = d.expert_dim // 32
+    token, group = within(c.lane // 4, op.tokens), 4 * v + c.lane % 4
+    pair = c.pair[within(expert, wanted(c, op)) * op.tokens + token]
+    pair = pair if pair >= 0 else token * d.topk
+    start = place(c, "h", layer, op) + Int64(pair) * (2 * d.expert_dim)
+    for k in cutlass.range_constexpr(4):
+        words_at(start, within(group, groups) * 4 + k, rX[None, k])
+        if cutlass.const_expr(groups % 4 != 0):
+            for e in cutlass.range_constexpr(4):
+                rX[e, k] = rX[e, k] if group < groups else Uint32(0)
 
 
 @cute.jit
@@ -362,8 +363,9 @@ def weigh(c: Tiles, expert: Int32, rC: cute.Tensor, rSum: cute.Tensor, op: cutla
         token = c.lane % 4 * 2 + e
         if token < op.tokens:
             w = c.share[expert * op.tokens + token]
-            rSum[e] = rSum[e] + w * round_bf16(rC[e] * CODE_SCALE_T)
-            rSum[2 + e] = rSum[2 + e] + w * round_bf16(rC[2 + e] * CODE_SCALE_T)
+            a, b = round_bf16(rC[e] * CODE_SCALE_T), round_bf16(rC[2 + e] * CODE_SCALE_T)
+            rSum[e] = rSum[e] + w * a if w != Float32(0.0) else rSum[e]
+            rSum[2 + e] = rSum[2 + e] + w * b if w != Float32(0.0) else rSum[2 + e]
 
 
 @cute.jit
@@ -435,7 +437,6 @@ def others_sums(c: Tiles, layer: Int32, op: cutlass.Constexpr):
         first, n = share(d.latent, c.cta, op.ctas, op.down.unit)
         gFar = at(Float32, field(c, layer, T["remote_moe"], COUNT_T), op.tokens * d.latent)
         for k in cutlass.range_constexpr(many):
-            i = c.tid + k * op.threads
-            if i < n * op.tokens:
-                r[k] = gFar[i % op.tokens * d.latent + first + i // op.tokens]
+            i = within(c.tid + k * op.threads, n * op.tokens)
+            r[k] = gFar[i % op.tokens * d.latent + first + i // op.tokens]
     return r

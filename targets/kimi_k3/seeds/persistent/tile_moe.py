@@ -41,6 +41,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     take_box,
     tell,
     to_vec,
+    within,
 )
 from targets.kimi_k3.seeds.persistent.tile_experts import (
     end_latent,
@@ -147,9 +148,8 @@ def far_sums(c: Tiles, layer: Int32, op: cutlass.Constexpr):
     if cutlass.const_expr(d.ranks > 1):
         gFar = at(Float32, field(c, layer, T["remote_shared"], COUNT_T), t * d.hidden_local)
         for k in cutlass.range_constexpr(many):
-            i = c.tid + k * op.threads
-            if i < n * t:
-                r[k] = gFar[i % t * d.hidden_local + first + i // t]
+            i = within(c.tid + k * op.threads, n * t)
+            r[k] = gFar[i % t * d.hidden_local + first + i // t]
     return r
 
 
@@ -229,13 +229,12 @@ def norm_alone(c: Tiles, layer: Int32, rN: cute.Tensor, op: cutlass.Constexpr):
     r.fill(0)
     square = Float32(0.0)
     for v in cutlass.range_constexpr(many):
-        i = c.tid + v * op.threads
-        if i < vecs:
-            peek(start + Int64(i) * 16, r[None, v])
+        peek(start + Int64(within(c.tid + v * op.threads, vecs)) * 16, r[None, v])
     for v in cutlass.range_constexpr(many):
         i = c.tid + v * op.threads
-        if i < vecs:
-            sure(start + Int64(i) * 16, r[None, v], 2, op)
+        sure(start + Int64(within(i, vecs)) * 16, r[None, v], 2, op)
+        if i >= vecs:
+            r[None, v].fill(0)
         for e in cutlass.range_constexpr(4):
             a, b = low(r[e, v]), high(r[e, v])
             square += a * a + b * b
@@ -264,10 +263,8 @@ def norm_words_alone(c: Tiles, layer: Int32, op: cutlass.Constexpr):
     rN = cute.make_rmem_tensor(cute.make_layout((4, many)), Uint32)
     rN.fill(0)
     for v in cutlass.range_constexpr(many):
-        if c.tid + v * op.threads < op.d.latent // 8:
-            words_at(
-                field(c, layer, T["latent_norm"], COUNT_T), c.tid + v * op.threads, rN[None, v]
-            )
+        i = within(c.tid + v * op.threads, op.d.latent // 8)
+        words_at(field(c, layer, T["latent_norm"], COUNT_T), i, rN[None, v])
     return rN
 
 
@@ -284,9 +281,8 @@ def tile_up(c: Tiles, layer: Int32, it: Int32, rN: cute.Tensor, op: cutlass.Cons
     rNext = cute.make_rmem_tensor(cute.make_layout((many,)), Float32)
     rNext.fill(0.0)
     for k in cutlass.range_constexpr(many):
-        i = c.tid + k * op.threads
-        if i < n * t:
-            rNext[k] = gX[i % t * d.hidden + first + i // t].to(Float32)
+        i = within(c.tid + k * op.threads, n * t)
+        rNext[k] = gX[i % t * d.hidden + first + i // t].to(Float32)
     if cutlass.const_expr(op.alone):
         norm_alone(c, layer, rN, op)
         rX = from_vec(c, 0, g)
@@ -322,9 +318,9 @@ def tail_columns(
             m, v = i // vecs, i % vecs
             to = Int64(m * d.hidden + d.hidden_local + 8 * v) * 2
             words_at(far, i, rY)
+            words_at(field(c, within(layer + 1, d.layers), T["x"], COUNT_T) + to, Int32(0), rX)
             store16(field(c, layer, T["y"], COUNT_T) + to, rY)
             if layer + 1 < d.layers:
-                words_at(field(c, layer + 1, T["x"], COUNT_T) + to, 0, rX)
                 for e in cutlass.range_constexpr(4):
                     rX[e] = add_bf16x2(rX[e], rY[e])
                 store16(place(c, "x", layer + 1, op) + to, rX)

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32
 
 from targets.kimi_k3.seeds.common import lanes_sum, round_bf16, sigmoid
 from targets.kimi_k3.seeds.persistent.device import ROUTE, at, consumers, counter, field
-from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, place
+from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, place, within
 from targets.kimi_k3.seeds.router import order_key
 
 
@@ -56,9 +56,7 @@ def bias_of(c: Tiles, layer: Int32, op: cutlass.Constexpr):
     rBias = cute.make_rmem_tensor(cute.make_layout((many,)), Float32)
     rBias.fill(0.0)
     for k in cutlass.range_constexpr(many):
-        i = c.tid + k * op.threads
-        if i < op.tokens * d.experts:
-            rBias[k] = gBias[i % d.experts]
+        rBias[k] = gBias[(c.tid + k * op.threads) % d.experts]
     return rBias
 
 
@@ -72,9 +70,8 @@ def make_keys(c: Tiles, layer: Int32, rBias: cute.Tensor, op: cutlass.Constexpr)
     rX = cute.make_rmem_tensor(cute.make_layout((many,)), Float32)
     rX.fill(0.0)
     for k in cutlass.range_constexpr(many):
-        i = c.tid + k * op.threads
-        if i < total:
-            rX[k] = load_logit(logit_of(c, layer, i // d.experts, i % d.experts, op))
+        i = within(c.tid + k * op.threads, total)
+        rX[k] = load_logit(logit_of(c, layer, i // d.experts, i % d.experts, op))
     if cutlass.const_expr(op.tokens > 1):
         for i in cutlass.range(c.tid, -(-d.experts // 32), op.threads, unroll=1):
             c.bits[i] = Uint32(0)
@@ -284,12 +281,10 @@ def route_alone(c: Tiles, layer: Int32, mIds: cute.Tensor, op: cutlass.Constexpr
     rScore.fill(0.0)
     rBias.fill(0.0)
     for j in cutlass.range_constexpr(each):
-        if c.lane + 32 * j < d.experts:
-            rBias[j] = gBias[c.lane + 32 * j]
+        rBias[j] = gBias[within(c.lane + 32 * j, d.experts)]
     await_logits(c, layer, op)
     for j in cutlass.range_constexpr(each):
-        if c.lane + 32 * j < d.experts:
-            rScore[j] = load_logit(logit_of(c, layer, Int32(0), c.lane + 32 * j, op))
+        rScore[j] = load_logit(logit_of(c, layer, Int32(0), within(c.lane + 32 * j, d.experts), op))
     top = Uint32(0)
     for j in cutlass.range_constexpr(each):
         if c.lane + 32 * j < d.experts:
