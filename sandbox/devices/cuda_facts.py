@@ -6,9 +6,11 @@ rate is read from `device_facts.json` in the state folder, where `store_stream_r
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,9 @@ def facts(driver: Driver, state: Path | None) -> DeviceFacts:
             "pageable_memory_access": a["PAGEABLE_MEMORY_ACCESS"],
             "clock_khz": a["CLOCK_RATE"],
             "memory_clock_khz": a["MEMORY_CLOCK_RATE"],
-            **({} if (roofline := stored_roofline(state, uuid)) is None else {"roofline": roofline}),
+            **(
+                {} if (roofline := stored_roofline(state, uuid)) is None else {"roofline": roofline}
+            ),
         },
     )
 
@@ -101,12 +105,11 @@ def stored_stream_rate(
 
 def store_stream_rate(state: Path, device: DeviceFacts, rate: float) -> None:
     """Keep a measured streaming rate (bytes per second) under the card's uuid and its name. Raises OSError."""
-    stored = _read(state)
     entry = {"stream_rate": rate, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    own = stored.get(str(device.extra["uuid"]))
-    stored[str(device.extra["uuid"])] = {**(own if isinstance(own, dict) else {}), **entry}
-    stored[device.name] = entry
-    _write(state, stored)
+    with _changing(state) as stored:
+        own = stored.get(str(device.extra["uuid"]))
+        stored[str(device.extra["uuid"])] = {**(own if isinstance(own, dict) else {}), **entry}
+        stored[device.name] = entry
 
 
 def stored_roofline(state: Path | None, uuid: str) -> dict[str, Any] | None:
@@ -118,16 +121,26 @@ def stored_roofline(state: Path | None, uuid: str) -> dict[str, Any] | None:
 
 def store_roofline(state: Path, device: DeviceFacts, found: Mapping[str, Any]) -> None:
     """Keep measured facts under the card's uuid, with the date. Raises OSError."""
-    stored = _read(state)
     uuid = str(device.extra["uuid"])
-    own = stored.get(uuid)
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    stored[uuid] = {**(own if isinstance(own, dict) else {}), "roofline": {**found, "date": when}}
-    _write(state, stored)
+    with _changing(state) as stored:
+        own = stored.get(uuid)
+        mine = own if isinstance(own, dict) else {}
+        stored[uuid] = {**mine, "roofline": {**found, "date": when}}
+
+
+@contextmanager
+def _changing(state: Path) -> Iterator[dict[str, Any]]:
+    """What is stored, to be changed and written; judges of other GPUs of this host wait meanwhile."""
+    state.mkdir(parents=True, exist_ok=True)
+    with (state / f".{STORED}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stored = _read(state)
+        yield stored
+        _write(state, stored)
 
 
 def _write(state: Path, stored: Mapping[str, Any]) -> None:
-    state.mkdir(parents=True, exist_ok=True)
     temporary = state / f".{STORED}.{os.getpid()}"
     temporary.write_text(json.dumps(stored, indent=1, sort_keys=True))
     temporary.replace(state / STORED)

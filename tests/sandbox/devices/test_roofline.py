@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,3 +77,22 @@ def test_facts_are_kept_for_the_card_beside_its_rate(tmp_path: Path) -> None:
 
 def test_written_words_are_states() -> None:
     assert isinstance(kernels.artifact(kernels.ping(1), "sm_90a").buffer("states.x"), Buffer)
+
+
+def _measure_again(state: Path, number: int) -> None:
+    card = replace(CpuDevice().facts(), extra={"uuid": f"GPU-{number}"})
+    for _ in range(10):
+        cuda_facts.store_stream_rate(state, card, 4e12)
+        cuda_facts.store_roofline(state, card, {"l2_bytes": number})
+
+
+def test_judges_of_several_cards_lose_nothing_of_each_others_measurements(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    judges = [fork.Process(target=_measure_again, args=(tmp_path, n)) for n in range(4)]
+    for judge in judges:
+        judge.start()
+    for judge in judges:
+        judge.join(30)
+    found = [cuda_facts.stored_roofline(tmp_path, f"GPU-{n}") or {} for n in range(4)]
+    assert [f.get("l2_bytes") for f in found] == [0, 1, 2, 3]
+    assert cuda_facts.stored_stream_rate(tmp_path, "", "GPU-3") == 4e12
