@@ -80,7 +80,31 @@ With dims.taps = "1,4": outputs.taps[j] = P on entry of the j-th layer i of that
 CHAIN = """\
 Chain: x_0 = inputs.x.0, x_i = bf(inputs.x.i + y_{i-1}); instance i uses weights.layers[i], writes outputs.y[i]."""
 
+PEERS = """\
+With dims.gpus = 2 both ranks run, on a GPU each, from one source: t.rank (Int32, known when launches are recorded) is
+this rank, t.peers[0].workspace the other's persistent workspace. There is no inputs.remote and no outputs.send:
+reduce(p) = bf of the FP32 sum of the ranks' BF16 partials in rank order, gather = columns of rank 0, then of rank 1;
+this rank's columns begin at t.rank times their number. Both ranks must hold the same bits. Partials go into the other's
+mailbox (st.relaxed.sys) and are waited for (ld.relaxed.sys); no step is followed by a reset; no multicast."""
+
+_REDUCED = (
+    ATTN_RES,
+    PEERS,
+    "Chain on two GPUs: P = inputs.x0; instance i: a = the ranks' sum of the partials; P <- bf(P + a);\n"
+    "outputs.y[i] = AttnRes of bank rows 0..min(i, bank_rows)-1 and P with weights.layers[i].{res_norm, res_proj,\n"
+    "out_norm}; then bank row i <- P if i < bank_rows. At the end outputs.prefix = P. x0, bank, prefix and y are the\n"
+    "same on both ranks.",
+)
 _PIECES = {
+    "allreduce-attn-res": (
+        *_REDUCED,
+        "The partial of a rank is bf(inputs.partial[i] + y_{i-1}), at first inputs.partial[0].",
+    ),
+    "oproj-allreduce": (
+        *_REDUCED,
+        "The partial of a rank is bf(x_i o_proj^T), x_i = bf(inputs.x[i] + y_{i-1}[:, :columns of x]),\n"
+        "x_0 = inputs.x[0], o_proj [hidden, kda_dim] of weights.layers[i], each rank's own.",
+    ),
     "gemv": (CHAIN, "y_i = bf(x_i w^T), w [hidden, hidden]."),
     "kda": (CHAIN, KDA, "y_i = a."),
     "mla": (CHAIN, MLA, "y_i = a."),
@@ -95,7 +119,7 @@ _PIECES = {
         "0..min(i, bank_rows)-1 and P with weights.layers[i].{res_norm, res_proj, out_norm}; then bank row i <- P if\n"
         "i < bank_rows. At the end outputs.prefix = P.",
     ),
-    "decode": (STACK, ATTN_RES, KDA, MLA, ROUTER, MOE, DENSE),
+    "decode": (STACK, ATTN_RES, KDA, MLA, ROUTER, MOE, DENSE, PEERS),
 }
 
 
