@@ -81,9 +81,14 @@ def find(queries: Queries, name: str, force: bool) -> Subject:
             " --note TEXT` after reading it, or --force to export what nobody reviewed"
         )
     folder = queries.workspace.artifact(row["artifact"])
+    artifact = artifact_store.load(folder)
+    if artifact.ranks > 1:
+        raise ExportRefused(
+            f"{what} is not exported: it runs on {artifact.ranks} GPUs at once, and what an export writes drives one"
+        )
     return Subject(
         queries.run(row["run"]), row, queries.workspace.text(row["source"]),
-        artifact_store.load(folder), folder, queries.workspace.verdict(row["blob"]), row["blob"],
+        artifact, folder, queries.workspace.verdict(row["blob"]), row["blob"],
         decision,
     )  # fmt: skip
 
