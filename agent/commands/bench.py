@@ -45,7 +45,8 @@ def _numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tu
     "--option", "extra", multiple=True, metavar="NAME=VALUE", help="A target's own option."
 )
 @click.option("--kernel", default=grid.SEED, metavar="FILE|DIR|seed",
-              help="A source, a folder with artifacts, or the target's seed with its best known values.")  # fmt: skip
+              help="A source, a folder with artifacts (the seed's if its name is seed), or the target's seed with its "
+                   "best known values.")  # fmt: skip
 @tunable_option
 @click.option("--baselines", default="all", help="Names separated by commas, or all.")
 @click.option(

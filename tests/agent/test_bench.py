@@ -185,13 +185,16 @@ def test_artifacts_are_found_by_workload(tmp_path: Path) -> None:
     judge = Judges()
     services = Services(Compiles(), judge, lambda: judge)
     seed = File(grid.SEED, find(TARGET).seed_source(), {"pdl": True})
+    mine = replace(CONTEXT, kernel="mine")
     plan = run.Plan(
-        TARGET, "cuda", "sm_90a", {grid.key(workload(2).key): tmp_path}, seed, (), 10, 60.0, CONTEXT
+        TARGET, "cuda", "sm_90a", {grid.key(workload(2).key): tmp_path}, seed, (), 10, 60.0, mine
     )
     found, _ = grid.workloads(find(TARGET), grid.Asked(Options("tp8", 4), (1, 2), (8192,)))
     first, second = run.measured(services, plan, found, 1)
     assert first[0]["status"] == "unsupported" and second[0]["status"] == "passed"
     assert judge.jobs[0].incumbent == Path("artifact")  # the seed is timed beside another kernel
+    list(run.measured(services, replace(plan, context=CONTEXT), found, 1))
+    assert judge.jobs[1].incumbent is None  # and not beside itself
 
 
 @pytest.mark.slow
