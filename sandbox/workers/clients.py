@@ -28,7 +28,8 @@ from sandbox.workers.transport import Lost
 
 COMPILE_LIMIT = 10.0
 """Times a compile's deadline: the box alone may take three of them, and a busy node waits for slots."""
-JUDGE_SLACK_S = 1200.0
+JUDGE_SLACK_S = 1800.0
+"""Over twice a job's deadline; the judge's own client gives up after 1500."""
 NOT_KEPT = ("deadline", "memory", "crash")
 
 

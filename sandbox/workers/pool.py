@@ -27,7 +27,7 @@ DEADLY = 3
 """A job that so many workers did not survive is not tried again."""
 SUSPECT = 3
 """Broken candidates in a row on one worker until another is asked as well."""
-HARD = ("quarantined", "no-gpu", "canary", "canary-child", "device")
+HARD = ("quarantined", "no-gpu", "canary", "canary-child")
 """Rules of `infra` that say the device itself does not work."""
 KEPT_TOKENS = 64
 log = logging.getLogger("kernelgen.workers")
@@ -190,10 +190,15 @@ class Pool:
             )
 
     def _once(self, member: Member, task: Task) -> _Try:
+        try:
+            tokens = {sha: self._token(sha, make) for sha, make in task.blobs.items()}
+        except Lost as error:  # the store is full or gone: no worker's doing
+            self.roster.free(member)
+            return _Try(member, None, "infra", str(error), "store")
         with self._guard:
             self._flying[task.key] = member
         try:
-            data = self._ask(member, task)
+            data = self._ask(member, task, tokens)
             means, rule, why = task.read(data)
         except Lost as error:
             self._deaths[task.key] = self._deaths.get(task.key, 0) + 1
@@ -216,9 +221,8 @@ class Pool:
         )
         return _Try(member, data or None, means, f"{member.name}: {why}", rule)
 
-    def _ask(self, member: Member, task: Task) -> bytes:
+    def _ask(self, member: Member, task: Task, tokens: Mapping[str, Any]) -> bytes:
         """Raises Lost, StationFailed."""
-        tokens = {sha: self._token(sha, make) for sha, make in task.blobs.items()}
         future: Future[bytes] = member.worker.call(Call(task.role, task.header, tokens))
         either: list[Future[Any]] = [future, member.gone]
         done, _ = wait(either, task.limit_s, FIRST_COMPLETED)

@@ -18,6 +18,7 @@ from sandbox.jobs import CompileJob, JudgeJob
 from sandbox.verdict import Status, Tier, Verdict
 from sandbox.workers import farm, keys, pool
 from sandbox.workers.clients import PoolJudge
+from sandbox.workers.transport import Lost
 from tests.sandbox.workers.shop import (
     Shop,
     ToldJudge,
@@ -357,6 +358,22 @@ def test_nobody_to_judge_is_said_at_once(tmp_path: Path) -> None:
     verdict = crew.judge("h200").judge(job(artifact(tmp_path / "made")))
     assert verdict.status is Status.INFRA and verdict.failure is not None
     assert "judge workers are ready" in verdict.failure.message
+    crew.close()
+
+
+def test_a_full_store_is_no_workers_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = Shop(tmp_path, gpus(1))
+    crew = shop.open()
+
+    def full(data: bytes) -> bytes:
+        raise Lost("the store is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shop.cluster, "put", full)
+        verdict = crew.judge("h200").judge(job(artifact(tmp_path / "made")))
+    assert verdict.status is Status.INFRA and verdict.failure is not None
+    assert "the store is full" in verdict.failure.message and len(shop.judges) == 1
+    assert crew.judge("h200").judge(job(artifact(tmp_path / "made"))).status is Status.PASSED
     crew.close()
 
 
