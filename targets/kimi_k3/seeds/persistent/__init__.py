@@ -15,8 +15,8 @@ _PARTS = {
         "moe_experts", "moe", "mla", "decode",
     ),
     "latent-moe-tiles": (
-        "plan", "fields", "device", "setup", "tile_plan", "tile_device", "tile_route", "tile_experts", "tile_moe",
-        "tile_chain",
+        "plan", "fields", "device", "setup", "tile_plan", "tile_device", "tile_codes", "tile_up", "tile_down",
+        "tile_front", "tile_back", "tile_route", "tile_alone", "tile_moe", "tile_chain",
     ),
     "latent-moe": (
         "plan", "fields", "device", "setup", "vectors", "moe_fill", "moe_route", "moe_experts", "moe", "chain",
