@@ -29,7 +29,6 @@ from targets.kimi_k3.seeds.persistent.device import (
     peek_half,
     post,
     turn_of,
-    unpack,
     view,
     wait,
     words_at,
@@ -67,12 +66,15 @@ class Taps(NamedTuple):
 
 
 class Late(NamedTuple):
-    """rows: f32 [4, 4, turns] of states; f_b words [4, 4, 2]; bias of two rows of f_b; rate: e^A_log."""
+    """rows: f32 [4, 4, turns] of states; f_b words [4, 4, 2]; bias of two rows of f_b; rate: A_log; weights: of
+    o_norm, one a turn.
+    """
 
     rows: Any
     f_b: Any
     bias: Any
     rate: Any
+    weights: Any
 
 
 # ---- which thread has what
@@ -93,6 +95,11 @@ def widths(op):
         quads,
         -(-op.d.rows * quads // op.warps),
     )
+
+
+def squares(op):
+    """Parts of a head's sum of squares: one of each quad of rows of each CTA that has some of them."""
+    return op.slices * widths(op)[2]
 
 
 @cute.jit
@@ -257,6 +264,8 @@ def load_late(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
     rB.fill(0.0)
     rS.fill(0.0)
     rate = Float32(0.0)
+    rN = cute.make_rmem_tensor(cute.make_layout((turns,)), BFloat16)
+    rN.fill(0.0)
     if s.head >= 0:
         for j in cutlass.range_constexpr(turns):
             token, row = place_of(c, j, s, op)
@@ -275,7 +284,14 @@ def load_late(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
                 words_at(f_b, row * 16 + e * 4 + c.lane % 4, rF[None, e, half])
             rB[half] = bias[s.head * HEAD + row]
         rate = at(Float32, field(c, layer, F["A_log"], COUNT), op.d.kda_heads)[s.head]
-    return Late(rS, rF, rB, rate)
+        norm = at(BFloat16, field(c, layer, F["o_norm"], COUNT), HEAD)
+        for j in cutlass.range_constexpr(turns):
+            _, row = place_of(c, j, s, op)
+            rN[j] = norm[s.first + (row if row >= 0 else Int32(0))]
+    weights = cute.make_rmem_tensor(cute.make_layout((turns,)), Float32)
+    for j in cutlass.range_constexpr(turns):
+        weights[j] = rN[j].to(Float32)
+    return Late(rS, rF, rB, rate, weights)
 
 
 # ---- the update
@@ -294,8 +310,10 @@ def update_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, turn: Int32, op: cu
     if s.head >= 0:
         rX = cute.make_rmem_tensor(cute.make_layout((turns,)), Uint32)
         rB = cute.make_rmem_tensor(cute.make_layout((quads,)), Uint32)
+        rG = cute.make_rmem_tensor(cute.make_layout((quads,)), Uint32)
         rA = cute.make_rmem_tensor(cute.make_layout((4, 4)), Uint32)
         beta_at = proj + Int64((4 * d.kda_dim + HEAD + s.head) * 2)
+        gate_at = proj + Int64((3 * d.kda_dim + s.head * HEAD + s.first) * 2)
         f_at = proj + Int64((row_token(c, op) * pitch + 4 * d.kda_dim) * 2 + c.lane % 4 * 16)
         for k in cutlass.range_constexpr(turns):
             token, own, _ = mine(c, k, s, op)
@@ -303,8 +321,11 @@ def update_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, turn: Int32, op: cu
         for e in cutlass.range_constexpr(4):
             peek(f_at + e * 64, rA[None, e])
         for j in cutlass.range_constexpr(quads):
-            token, _ = place_of(c, j, s, op)
+            token, row = place_of(c, j, s, op)
             rB[j] = peek_half(beta_at + Int64(token * pitch * 2))
+            rG[j] = peek_half(
+                gate_at + Int64((token * pitch + (row if row >= 0 else Int32(0))) * 2)
+            )
         convolve_rows(c, layer, s, (taps, rX), proj, op)
         if c.warp < HEAD // TILE:
             for e in cutlass.range_constexpr(4):
@@ -320,10 +341,19 @@ def update_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, turn: Int32, op: cu
             cute.arch.sync_warp()
             o = delta_row(c, late.rows[None, None, j], (token, safe, beta), op)
             slot = slot_of(c, token)
-            o = o if slot > 0 else Float32(0.0)
+            o = o if slot > 0 and row >= 0 else Float32(0.0)
+            square = o * o
+            square = square + cute.arch.shuffle_sync_bfly(square, offset=8)
+            square = square + cute.arch.shuffle_sync_bfly(square, offset=16)
+            g = insist_half(gate_at + Int64((token * pitch + safe) * 2), rG[j], op)
             if row >= 0 and c.lane % 8 == 0:
                 i = token * op.pitch(d.kda_dim) + s.head * HEAD + s.first + row
-                post(c, "o", turn, i, o, op)
+                post(c, "o", turn, i, o * late.weights[j] * quick_sigmoid(g), op)
+            quad = c.warp + j * op.warps
+            if quad < d.rows * widths(op)[2] and c.lane == 0:
+                i = quad // widths(op)[2] * op.pitch(d.kda_heads * squares(op))
+                i += s.head * squares(op) + s.slice * widths(op)[2] + quad % widths(op)[2]
+                post(c, "sq", turn, i, square, op)
             if row >= 0 and slot > 0:
                 gRow = state_of(c, layer, slot, s, row, op)
                 for e in cutlass.range_constexpr(4):
@@ -442,65 +472,84 @@ def delta_row(c: Ctx, rS: cute.Tensor, given: tuple, op: cutlass.Constexpr):
 
 
 @cute.jit
+def head_scales(c: Ctx, turn: Int32, sScale: cute.Tensor, op: cutlass.Constexpr):
+    """sScale[token, head] = rsqrt(mean o^2 + eps) of the parts that came with o: four lanes a head."""
+    d = op.d
+    parts = squares(op)
+    rounds = -(-parts // 4)
+    heads = d.rows * d.kda_heads
+    for k in cutlass.range_constexpr(-(-4 * heads // op.threads)):
+        i = (c.tid + k * op.threads) // 4
+        known = i if i < heads else Int32(0)
+        token, head = known // d.kda_heads, known % d.kda_heads
+        start = box(c, "sq", turn, op)
+        start += Int64(token * op.pitch(d.kda_heads * parts) + head * parts) * 4
+        rP = cute.make_rmem_tensor(cute.make_layout((rounds,)), Uint32)
+        for n in cutlass.range_constexpr(rounds):
+            part = n * 4 + c.lane % 4
+            rP[n] = peek_word(start + Int64(part if part < parts else Int32(0)) * 4)
+        total = Float32(0.0)
+        for n in cutlass.range_constexpr(rounds):
+            part = n * 4 + c.lane % 4
+            x = insist_word(start + Int64(part if part < parts else Int32(0)) * 4, rP[n], op)
+            total += x if part < parts else Float32(0.0)
+        cute.arch.sync_warp()
+        total = lanes_sum(total, 4)
+        if i < heads and c.lane % 4 == 0:
+            sScale[i] = cute.math.rsqrt(total / HEAD + d.eps)
+
+
+@cute.jit
+def peek_word(address: Int64):
+    return cute.arch.inline_ptx(
+        "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def insist_word(address: Int64, x: Uint32, op: cutlass.Constexpr):
+    turns = Int32(0)
+    while x == Uint32(0xFFFFFFFF) and (op.spin == 0 or turns < op.spin):
+        x = peek_word(address)
+        turns += 1
+    return x.bitcast(Float32)
+
+
+@cute.jit
 def gated_rows(c: Ctx, layer: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
-    """rX words [4, vectors] = bf(RMS(o; o_norm) * sg(g)) of this thread's columns of its token; a block of 32 columns
-    is a quarter of a head, which four lanes have.
+    """rX words [4, vectors] = bf(o times its head's scale) of this thread's columns of its token; o came with the weight
+    of its norm and its gate.
     """
     d = op.d
     g = op.tiles(d.kda_dim)
     rO = cute.make_rmem_tensor(cute.make_layout((4, 2, g.vectors)), Uint32)
-    rG = cute.make_rmem_tensor(cute.make_layout((4, g.vectors)), Uint32)
-    rN = cute.make_rmem_tensor(cute.make_layout((4, g.vectors)), Uint32)
-    rGf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-    rNf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
     rX.fill(0)
     rO.fill(0)
-    rG.fill(0)
-    rN.fill(0)
     token = row_token(c, op)
     here = c.warp < g.width
-    sSquare = view(c, Float32, 4 * TOKENS, TOKENS * g.blocks)
+    sScale = view(c, Float32, 4 * TOKENS, TOKENS * d.kda_heads)
     first = column(c, g)
     o = box(c, "o", turn, op) + Int64(token * op.pitch(d.kda_dim) + first * 8) * 4
-    gate = box(c, "proj", turn, op)
-    gate += Int64(token * op.pitch(projected(d)) + 3 * d.kda_dim + first * 8) * 2
     if here:
         for v in cutlass.range_constexpr(g.vectors):
-            i = further(v, g)
-            peek(o + i * 32, rO[None, 0, v])
-            peek(o + i * 32 + 16, rO[None, 1, v])
-            peek(gate + i * 16, rG[None, v])
-            words_at(field(c, layer, F["o_norm"], COUNT), (first + i) % 16, rN[None, v])
+            peek(o + further(v, g) * 32, rO[None, 0, v])
+            peek(o + further(v, g) * 32 + 16, rO[None, 1, v])
+    head_scales(c, turn, sScale, op)
+    if here:
         for v in cutlass.range_constexpr(g.vectors):
-            i = further(v, g)
-            insist(o + i * 32, rO[None, 0, v], 4, op)
-            insist(o + i * 32 + 16, rO[None, 1, v], 4, op)
-            insist(gate + i * 16, rG[None, v], 2, op)
-    cute.arch.sync_warp()
-    for v in cutlass.range_constexpr(g.vectors):
-        square = Float32(0.0)
-        for e in cutlass.range_constexpr(8):
-            x = rO[e % 4, e // 4, v].bitcast(Float32)
-            square += x * x
-        square = lanes_sum(square, 4)
-        if here and c.lane % 4 == 0:
-            sSquare[token * g.blocks + (first + further(v, g)) // 4] = square
+            insist(o + further(v, g) * 32, rO[None, 0, v], 4, op)
+            insist(o + further(v, g) * 32 + 16, rO[None, 1, v], 4, op)
     consumers(op)
-    if here and slot_of(c, token) > 0 and c.lane // 4 < d.rows:
+    if here and c.lane // 4 < d.rows:
         for v in cutlass.range_constexpr(g.vectors):
-            head = token * g.blocks + (first + further(v, g)) // 16 * 4
-            square = Float32(0.0)
-            for e in cutlass.range_constexpr(4):
-                square += sSquare[head + e]
-            scale = cute.math.rsqrt(square / HEAD + d.eps)
-            unpack(rN[None, v], rNf)
-            unpack(rG[None, v], rGf)
+            scale = sScale[token * d.kda_heads + (first + further(v, g)) // 16]
             for e in cutlass.range_constexpr(4):
                 pair = []
                 for f in cutlass.range_constexpr(2):
                     n = 2 * e + f
-                    x = rO[n % 4, n // 4, v].bitcast(Float32)
-                    pair.append(x * scale * rNf[n] * quick_sigmoid(rGf[n]))
+                    pair.append(rO[n % 4, n // 4, v].bitcast(Float32) * scale)
                 rX[e, v] = pack_bf16(pair[0], pair[1])
 
 

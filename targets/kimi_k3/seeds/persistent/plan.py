@@ -238,6 +238,8 @@ class Op:
         wanted = [("attn", 2, d.hidden)] if d.attn else []
         if "K" in d.attn:
             wanted += [("proj", 2, 4 * d.kda_dim + d.f_rank + d.kda_heads), ("o", 4, d.kda_dim)]
+        if "K" in d.attn and self.tiled:
+            wanted.append(("sq", 4, d.kda_heads * self.slices * -(-self.state_rows // 4)))
         if "E" in d.ffn:
             wanted += [
                 ("logits", 4, d.router_rows), ("latent", 2, d.latent_rows), ("hs", 2, d.shared_dim),
