@@ -519,8 +519,8 @@ def insist_word(address: Int64, x: Uint32, op: cutlass.Constexpr):
 
 @cute.jit
 def gated_rows(c: Ctx, layer: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
-    """rX words [4, vectors] = bf(o times its head's scale) of this thread's columns of its token; o came with the weight
-    of its norm and its gate.
+    """rX words [4, vectors] = bf(o times its head's scale) of this thread's columns of its token. What comes as o has
+    its norm's weight and its gate in it.
     """
     d = op.d
     g = op.tiles(d.kda_dim)
