@@ -40,6 +40,7 @@ class Services:
     gpu: AbstractContextManager[Any] = field(default_factory=threading.Lock)
     width: int = 1
     kind: str = ""
+    note: str = ""
 
     def close(self) -> None:
         self.compiler.close()

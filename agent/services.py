@@ -131,7 +131,9 @@ def _services_of(crew: farm.Crew, kind: str) -> Services:
     def fresh() -> Judge:
         return crew.fresh_judge(kind)
 
-    return Services(crew.compiler(), crew.judge(kind), fresh, nullcontext(), WIDEST, kind)
+    return Services(
+        crew.compiler(), crew.judge(kind), fresh, nullcontext(), WIDEST, kind, crew.describe()
+    )
 
 
 def _local(w: Wanted, workspace: Workspace) -> Started:

@@ -263,6 +263,9 @@ def _services(place: Place, s: RunSettings, run: str, workers: str) -> tuple[Ser
         judge = FolderJudge(place.workspace.run(run))
         return start_compiler(wanted, place.workspace, judge), settings
     services, facts = start(wanted, place.workspace)
+    if services.note:
+        words = f"workers {workers}: {services.note}; they judge on {services.kind}"
+        common.talk().print(words, soft_wrap=True, markup=False)
     arch = s.arch or str(facts.get("arch") or DEFAULT_ARCH)
     return services, replace(s, arch=arch, kind=services.kind or s.kind)
 
