@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from targets.base import find
 from targets.kimi_k3 import disturb
+from targets.kimi_k3.baseline import compiled
 from targets.kimi_k3.baseline.graph import TorchGraphBaseline
 from targets.kimi_k3.reference import DTYPES as REAL
 from targets.kimi_k3.spec import KimiTarget
@@ -104,3 +105,11 @@ def test_nothing_is_read_back_at_real_sizes(part: str) -> None:
         baseline = TorchGraphBaseline()
         baseline.prepare(w, t)
         baseline.step()
+
+
+def test_inputs_of_one_storage_are_taken_apart_for_the_compiler() -> None:
+    whole = torch.zeros(1024, dtype=torch.uint8)
+    part = whole[64:128].view(torch.bfloat16)
+    alone = compiled.alone(part)
+    alone.fill_(3.0)
+    assert bool((part == 3.0).all()) and alone.untyped_storage().nbytes() < 1024

@@ -31,10 +31,10 @@ class CompiledBaseline(TorchGraphBaseline):
         if not next(iter(tensors.values())).is_cuda:
             raise RuntimeError("torch.compile is timed on a GPU only")
         self.calls = compiled(os.environ.get("KERNELGEN_COMPILE_MODE", MODE))
-        super().prepare(w, {name: _alone(t) for name, t in tensors.items()})
+        super().prepare(w, {name: alone(t) for name, t in tensors.items()})
 
 
-def _alone(t: Tensor) -> Tensor:
+def alone(t: Tensor) -> Tensor:
     """The same memory as a tensor with a storage of its own: functionalisation refuses to write into one of several
     inputs that share a storage under different dtypes, as the judge's do."""
     try:
