@@ -12,11 +12,13 @@ import contextlib
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sandbox.workers.address import Farm
 from sandbox.workers.places import Node, Post
@@ -24,6 +26,7 @@ from sandbox.workers.station import Setup, Station
 from sandbox.workers.transport import Call, Lost, StationFailed
 
 STORE_BYTES = 256 << 20
+ANSWER_S = 5.0
 THREADS = 4
 """Calls besides jobs that a worker answers at once: heartbeat, cancel, close."""
 # What Ray's own processes and so the workers inherit. Keys of models are not among it.
@@ -59,6 +62,15 @@ def _only_kept() -> Iterator[None]:
         yield
     finally:
         os.environ.update(held)
+
+
+def _answers(address: str) -> None:
+    """Ray itself tries for minutes where nobody listens. Raises NoRay."""
+    found = urlsplit(f"//{address}")
+    try:
+        socket.create_connection((found.hostname or "", found.port or 0), ANSWER_S).close()
+    except OSError as error:
+        raise NoRay(f"nothing answers at {address}: {error.strerror or error}") from error
 
 
 class RayStation:
@@ -118,7 +130,9 @@ class RayCluster:
     """
 
     def __init__(self, farm: Farm, cpus: int = 0, gpus: int | None = 0) -> None:
-        if not farm.address:
+        if farm.address:
+            _answers(farm.address)
+        else:
             # Nobody else on this machine is to have a say in it: Ray runs what it is sent. Read when it is imported.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -173,6 +174,16 @@ def test_local_work_starts_and_imports_no_ray(tmp_path: Path) -> None:
     )
     assert found.returncode == 0, found.stderr
     assert "a local judge was asked for" in found.stdout
+
+
+def test_where_nobody_listens_is_said_at_once(tmp_path: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+    began = time.monotonic()
+    with pytest.raises(farm.Unusable, match=f"nothing answers at {address}"):
+        farm.hire(farm.Farm(address), farm.Orders("cpu", tmp_path, "run"), None, QUICK)
+    assert time.monotonic() - began < 5
 
 
 def test_without_ray_installed_the_error_says_what_to_install(
