@@ -11,7 +11,9 @@ from targets.planted import Planted
 _PART = "persistent"
 _SHARDED = Options("tiny-tp2", 4, 1)
 _ARRIVE = '    """All that this CTA\'s consumers wrote is visible to who waits for this edge."""\n'
-_EDGE = "    join(c, ms, cache, op)\n    arrive(c, op)\n    edge += 1\n"
+_EDGE = '    timeline.mark(c.track, "edge sums", layer, kind="edge")\n'
+_WAIT = "    wait(c, edge, op, acquire=False, missing=op.missing)\n"
+_LOOK = "                insist(sums + Int64(s) * (4 * d.mla_heads * d.kv_lora), rX[None, k], 4, op)\n"
 
 
 def kernels() -> list[Planted]:
@@ -21,7 +23,7 @@ def kernels() -> list[Planted]:
 def _edges() -> list[Planted]:
     return [
         bug(_PART, "barrier", "arrival-before-the-others", "a CTA arrives before all of its warps have written",
-            (_ARRIVE + "    consumers(op)\n", _ARRIVE),
+            (_ARRIVE + "    dawdle(c, op)\n    consumers(op)\n", _ARRIVE),
             expect=RACY),
         bug(_PART, "barrier", "relaxed-arrival", "an arrival does not release what was written before it",
             ('sem="release", scope="gpu")', 'sem="relaxed", scope="gpu")'), expect=RACY, devices=("cpu",)),
@@ -32,10 +34,11 @@ def _edges() -> list[Planted]:
             ("base + edge * op.ctas - missing\n", "base + edge * op.ctas - missing - 1\n"), expect=RACY),
         bug(_PART, "barrier", "epoch-off-by-one", "a wait is satisfied by the edge before",
             ("base + edge * op.ctas - missing\n", "base + (edge - 1) * op.ctas - missing\n"), expect=RACY),
-        bug(_PART, "barrier", "skipped-edge", "the values of MLA do not wait for the other CTAs' latents",
-            (_EDGE + "    wait(c, edge, op)\n", _EDGE), expect=RACY),
+        bug(_PART, "barrier", "skipped-edge", "the latents of MLA do not wait for the other CTAs' sums",
+            (_EDGE + _WAIT, _EDGE), (_LOOK, ""), expect=RACY),
         bug(_PART, "barrier", "arrival-missing", "the first CTA never arrives",
-            (_ARRIVE + "    consumers(op)\n    if c.tid == 0:\n", _ARRIVE + "    consumers(op)\n    if c.tid == 0 and c.cta > 0:\n"),
+            (_ARRIVE + "    dawdle(c, op)\n    consumers(op)\n    if c.tid == 0:\n",
+             _ARRIVE + "    consumers(op)\n    if c.tid == 0 and c.cta > 0:\n"),
             expect=frozenset({"hang"}), tunables={"spin_limit": 0}),
     ]  # fmt: skip
 
@@ -46,7 +49,7 @@ def _ring() -> list[Planted]:
             ("(c.full + slot, (it // op.stages) & 1)", "(c.full + slot, (it // op.stages + 1) & 1)"),
             expect=RACY | FORBIDDEN),
         bug(_PART, "parity", "routing-parity-fixed", "the producer waits for the first routing only",
-            ("(c.routed, turn & 1)", "(c.routed, turn * 0)"), expect=RACY | FORBIDDEN),
+            ("(c.routed, routing & 1)", "(c.routed, routing * 0)"), expect=RACY | FORBIDDEN),
         bug(_PART, "parity", "stage-returned-early", "a stage is given back before its rows are read",
             ("        if c.warp < g.width * g.passes:\n            for i in cutlass.range(2 * (c.warp",
              "        stage_done(c, slot)\n"
@@ -67,9 +70,9 @@ def _work() -> list[Planted]:
         bug(_PART, "routing", "first-expert-for-all", "w2 of the first expert is used for the others",
             ("Int64(c.ids[start + k]) * d.latent", "Int64(c.ids[start]) * d.latent")),
         bug(_PART, "routing", "last-expert-dropped", "the expert of lowest rank is not added",
-            ("in cutlass.range(d.topk, unroll_full=True):", "in cutlass.range(d.topk - 1, unroll_full=True):")),
+            ("in cutlass.range(op.d.topk, unroll_full=True):", "in cutlass.range(op.d.topk - 1, unroll_full=True):")),
         bug(_PART, "routing", "weights-not-normalised", "weights are the scores themselves",
-            ("c.weights[c.lane] = round_bf16(s / total)", "c.weights[c.lane] = round_bf16(s)")),
+            ("c.weights[c.lane] = round_bf16(s / whole)", "c.weights[c.lane] = round_bf16(s)")),
         bug(_PART, "order", "shared-expert-dropped", "the shared expert's result is not added",
             ('"delta", turn, first + i, u + c.own[i], op)', '"delta", turn, first + i, u, op)')),
         bug(_PART, "context", "partial-page-skipped", "a page that is not full is not read",
@@ -81,8 +84,7 @@ def _work() -> list[Planted]:
         bug(_PART, "state", "taps-of-other-slices", "only the first CTA of a head shifts the value channels",
             ("live and (p.slice == 0 or c.tid >= 2 * HEAD)", "live and p.slice == 0")),
         bug(_PART, "state", "prefix-not-restarted", "a new block keeps the old prefix",
-            ("rP[e, v] = rA[e, v] if opens else add_bf16x2(rP[e, v], rA[e, v])",
-             "rP[e, v] = add_bf16x2(rP[e, v], rA[e, v])")),
+            ("rP[e, v] = rD[e, v] if anew else sum", "rP[e, v] = sum")),
         bug(_PART, "gain", "decay-bound-one-percent", "the bound of the decay is -4.95",
             ("cute.math.exp(-5.0 * gate)", "cute.math.exp(-4.95 * gate)")),
         bug(_PART, "gain", "beta-one-percent", "the write strength is 1 % too large",

@@ -1,14 +1,16 @@
 """Persistent decode kernel: one cooperative launch for a run of layers, one row; weights stream through a ring.
 
 A producer lane per CTA follows a fixed list of weight rows across layers and edges, so that memory stays busy while
-consumers wait for each other; only the routed experts wait, for their ids.
+consumers wait for each other; only the routed experts wait, for their ids. Consumers go from one half of a layer to the
+next in one loop, so that AttnRes exists once in the code. What a CTA sends to others says itself that it is there
+(boxes), and counters only hint that it is worth looking; nothing is fenced but the plain buffers of dense FFNs.
 """
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import add_bf16x2
@@ -16,17 +18,19 @@ from targets.kimi_k3.seeds.persistent.device import (
     LAYERS,
     Ctx,
     arrive,
-    at,
     box,
     field,
-    gathered_from,
+    hint,
+    insist,
     leave,
+    peek,
+    to_l2,
     turn_of,
     vector,
     wait,
-    wide_box,
     words_at,
 )
+from targets.kimi_k3.seeds.persistent.ffn import ffn, fill_ffn
 from targets.kimi_k3.seeds.persistent.fields import (
     COUNT,
     IS_DENSE,
@@ -36,22 +40,33 @@ from targets.kimi_k3.seeds.persistent.fields import (
     layer_tensors,
     vectors,
 )
-from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda, out_projection
-from targets.kimi_k3.seeds.persistent.mix import Banks, early, late
-from targets.kimi_k3.seeds.persistent.mla import MlaSpace, cache_of, fill_mla, mla
-from targets.kimi_k3.seeds.persistent.moe import moe
+from targets.kimi_k3.seeds.persistent.kda import fill_kda, out_projection
+from targets.kimi_k3.seeds.persistent.kda_half import kda_half
+from targets.kimi_k3.seeds.persistent.mix import (
+    Banks,
+    early,
+    keep_old,
+    kept_at,
+    late,
+    weigh_vectors,
+)
+from targets.kimi_k3.seeds.persistent.mla import cache_of, fill_mla, mla
 from targets.kimi_k3.seeds.persistent.moe_dense import Space, dense
-from targets.kimi_k3.seeds.persistent.moe_fill import fill_dense, fill_moe
-from targets.kimi_k3.seeds.persistent.plan import Op, refuse_others
+from targets.kimi_k3.seeds.persistent.moe_fill import fill_dense
+from targets.kimi_k3.seeds.persistent.plan import Op, refuse_others, share
+from targets.kimi_k3.seeds.persistent.route import route
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 from targets.kimi_k3.seeds.persistent.vectors import load_x
 
 TUNABLES = {
-    "ring_stages": (7, 6, 5, 4, 3, 2),
+    "ring_stages": (5, 6, 7, 4, 3, 2),
     "stage_bytes": (28672, 14336),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
-    "spin_limit": (0, 200000, 2000000),
+    "in_flight": (0, 5, 4, 3, 2),
+    "missing": (0, 4, 16, 64),
+    "jitter": (0, 16384),
+    "spin_limit": (2000000, 0, 200000),
 }
 
 
@@ -69,16 +84,15 @@ class Io(NamedTuple):
     ids: Any
     prefix: Any
     out: Any
-    res_norm: Any
-    res_proj: Any
     norm: Any
+    weigh: Any
 
 
 @cute.jit
 def prefetch(c: Ctx, layer: Int32, op: cutlass.Constexpr):
     """The small vectors of a layer into L2: otherwise their first use costs a trip to memory behind an edge."""
     what = Int32(field(c, layer, F["kind"], COUNT))
-    found = vectors(op.d)
+    found = [x for x in vectors(op.d) if "res_" not in x[0]]
     for k in cutlass.range_constexpr(len(found)):
         wanted = what >= 0
         if cutlass.const_expr(found[k][2] == "K"):
@@ -96,14 +110,52 @@ def prefetch(c: Ctx, layer: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
+def prefetch_parts(c: Ctx, layer: Int32, io: Io, op: cutlass.Constexpr):
+    """What a layer's attention loads without the ring, into L2; CTAs of a head share what they share."""
+    d = op.d
+    what = Int32(field(c, layer, F["kind"], COUNT))
+    head, part = c.cta // op.slices, c.cta % op.slices
+    lines = 2 * d.hidden // 32
+    first, n = share(lines, c.cta, op.ctas)
+    to_l2(io.weigh.iterator.toint() + Int64(layer * lines + first) * 128, n * 128)
+    if cutlass.const_expr("K" in d.attn):
+        if what & IS_MLA == 0 and head < d.kda_heads:
+            slot = io.slots[0] if io.slots[0] > 0 else Int32(0)
+            n = d.head_dim
+            first, rows = share(n, part, op.slices)
+            state = field(c, layer, F["state_S"], COUNT) + Int64(slot) * (4 * d.kda_heads * n * n)
+            to_l2(state + Int64(head * n + first) * (4 * n), rows * (4 * n))
+            to_l2(
+                field(c, layer, F["f_b"], COUNT) + Int64(head * n + first) * (2 * d.f_rank),
+                rows * (2 * d.f_rank),
+            )
+            if part < 3:
+                conv = field(c, layer, F["conv"], COUNT)
+                to_l2(conv + Int64(part * d.kda_dim + head * n) * 16, Int32(16 * n))
+            if part < 9:
+                taps = field(c, layer, F["state_conv"], COUNT) + Int64(slot) * (18 * d.kda_dim)
+                to_l2(taps + Int64(part * d.kda_dim + head * n) * 2, Int32(2 * n))
+    if cutlass.const_expr("M" in d.attn):
+        if what & IS_MLA != 0 and head < d.mla_heads:
+            first, rows = share(d.qk_nope, part, op.slices)
+            row = 2 * d.kv_lora
+            to_l2(
+                field(c, layer, F["w_uk"], COUNT) + Int64(head * d.qk_nope + first) * row,
+                rows * row,
+            )
+
+
+@cute.jit
 def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
     """The list of one CTA: all stages in the order in which the consumers take them."""
     d = op.d
     it, routed = Int32(0), Int32(0)
     prefetch(c, Int32(0), op)
+    prefetch_parts(c, Int32(0), io, op)
     for layer in cutlass.range(d.layers, unroll=1):
         if layer + 1 < d.layers:
             prefetch(c, layer + 1, op)
+            prefetch_parts(c, layer + 1, io, op)
         what = Int32(field(c, layer, F["kind"], COUNT))
         if cutlass.const_expr("K" in d.attn):
             if what & IS_MLA == 0:
@@ -116,42 +168,97 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
                 it = fill_dense(c, layer, it, op)
         if cutlass.const_expr("E" in d.ffn):
             if what & IS_DENSE == 0:
-                it = fill_moe(c, layer, it, routed, op)
+                it = fill_ffn(c, layer, it, routed, op)
                 routed += 1
 
 
+class Half(NamedTuple):
+    """Half a layer, or the end of the run: step, its layer, whether it is the second half, the end, and whether the
+    prefix starts anew in this layer; sources in the bank, and the addresses of the mix's vectors."""
+
+    step: Any
+    layer: Any
+    second: Any
+    closing: Any
+    opens: Any
+    sources: Any
+    weight: Any
+    out: Any
+
+
 @cute.jit
-def add_delta(
-    c: Ctx, layer: Int32, routed: Int32, rP: cute.Tensor, io: Io, ws: Space, op: cutlass.Constexpr
-):
-    """rP <- bf(rP + delta): the FFN output of the layer before, FFN with experts number routed - 1 or a dense one."""
+def half(c: Ctx, step: Int32, io: Io, op: cutlass.Constexpr):
+    d = op.d
+    layer = step // 2
+    second = step % 2 == 1
+    closing = step == 2 * d.layers
+    depth = layer + d.first
+    opens = depth % d.block == 0 and not closing
+    sources = (depth + d.block - 1) // d.block
+    weight = io.weigh.iterator.toint() + Int64(step) * (4 * d.hidden)
+    out = io.norm.iterator.toint()
+    if closing:
+        sources = Int32(d.bank_rows)
+    else:
+        out = field(c, layer, F["attn_norm"], COUNT)
+        if second:
+            sources += Int32(1) if opens else Int32(0)
+            out = field(c, layer, F["mlp_norm"], COUNT)
+    return Half(step, layer, second, closing, opens, sources, weight, out)
+
+
+@cute.jit
+def add(c: Ctx, h: Half, routed: Int32, sP: cute.Tensor, io: Io, ws: Space, op: cutlass.Constexpr):
+    """The prefix, words [4, per]: bf(before + what the half before made), or only that where it starts anew; sP too."""
     d, g = op.d, op.wide
     rD = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     rD.fill(0)
-    if layer == 0:
+    boxed = h.second
+    start, others = box(c, "attn", turn_of(c, h.layer, LAYERS), op), Int64(0)
+    own = Int32(g.vecs)
+    if h.step == 0:
         if cutlass.const_expr(d.first > 0):
             load_x(c, io.delta, rD, g)
-    else:
-        what = Int32(field(c, layer - 1, F["kind"], COUNT))
+    elif not h.second:
+        what = Int32(field(c, h.layer - 1, F["kind"], COUNT))
         if cutlass.const_expr("D" in d.ffn):
             if what & IS_DENSE != 0:
                 load_x(c, ws.delta, rD, g)
         if cutlass.const_expr("E" in d.ffn):
             if what & IS_DENSE == 0:
-                start = box(c, "delta", turn_of(c, routed - 1), op)
-                gathered_from(c, start, layer - 1, rD, d.hidden_local, op)
-    if layer > 0 or d.first > 0:
+                boxed = h.step > 0
+                start, own = box(c, "delta", turn_of(c, routed - 1), op), Int32(d.hidden_local // 8)
+                if cutlass.const_expr(d.hidden_local < d.hidden):
+                    others = field(c, h.layer - 1, F["remote_delta"], COUNT)
+    if boxed:
         for v in cutlass.range_constexpr(g.per):
-            for e in cutlass.range_constexpr(4):
-                rP[e, v] = add_bf16x2(rP[e, v], rD[e, v])
+            i = vector(c, v, g)
+            if i < g.vecs:
+                peek((start if i < own else others - Int64(own) * 16) + Int64(i) * 16, rD[None, v])
+        for v in cutlass.range_constexpr(g.per):
+            i = vector(c, v, g)
+            if i < own:
+                insist(start + Int64(i) * 16, rD[None, v], 2, op)
+    anew = h.second and h.opens
+    rP = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    for v in cutlass.range_constexpr(g.per):
+        cute.autovec_copy(kept_at(c, sP, Int32(0), v, op), rP[None, v])
+    for v in cutlass.range_constexpr(g.per):
+        for e in cutlass.range_constexpr(4):
+            sum = add_bf16x2(rP[e, v], rD[e, v])
+            if cutlass.const_expr(d.first == 0):
+                sum = rP[e, v] if h.step == 0 else sum
+            rP[e, v] = rD[e, v] if anew else sum
+    keep_row(c, rP, sP, Int32(0), op)
+    return rP
 
 
 @cute.jit
 def store_wide(c: Ctx, r: cute.Tensor, address: Int64, op: cutlass.Constexpr):
-    """This thread's words of a vector of `hidden`; one CTA, one replica."""
+    """This thread's words of a vector of `hidden`; one replica of the warps."""
     for v in cutlass.range_constexpr(op.wide.per):
         i = vector(c, v, op.wide)
-        if i < op.wide.vecs and c.cta == 0 and c.warp < op.wide.width:
+        if i < op.wide.vecs and c.warp < op.wide.width:
             pointer = cute.make_ptr(
                 Uint32, address + Int64(i) * 16, cute.AddressSpace.gmem, assumed_align=16
             )
@@ -159,92 +266,112 @@ def store_wide(c: Ctx, r: cute.Tensor, address: Int64, op: cutlass.Constexpr):
 
 
 @cute.jit
-def consume(c: Ctx, io: Io, ws: Space, op: cutlass.Constexpr):
+def keep_row(c: Ctx, r: cute.Tensor, sKept: cute.Tensor, row: Int32, op: cutlass.Constexpr):
+    """This thread's columns of a vector of `hidden` as a row in shared memory, where only the same thread looks."""
+    for v in cutlass.range_constexpr(op.wide.per):
+        cute.autovec_copy(r[None, v], kept_at(c, sKept, row, v, op))
+
+
+@cute.jit
+def keep(c: Ctx, h: Half, rP: cute.Tensor, banks: Banks, io: Io, op: cutlass.Constexpr):
+    """The prefix where it is wanted later: as a row of the bank, of this CTA's own for its own use and of the output
+    by the first CTA, and at the end of the run."""
+    d = op.d
+    target = io.prefix.iterator.toint()
+    wanted = h.closing
+    if cutlass.const_expr(d.bank_rows > d.bank_old):
+        if h.opens and not h.second:
+            number = (h.layer + d.first) // d.block
+            row = Int64((number - d.bank_old) * d.hidden * 2)
+            target = io.bank.iterator.toint() + row
+            wanted = h.step >= 0
+            if cutlass.const_expr(banks.kept is None):
+                store_wide(c, rP, banks.new + row, op)
+            else:
+                keep_row(c, rP, banks.kept, number, op)
+    if wanted and c.cta == 0:
+        store_wide(c, rP, target, op)
+
+
+@cute.jit
+def attention(
+    c: Ctx, layer: Int32, number: tuple, at_: tuple, rX: cute.Tensor, io: Io, op: cutlass.Constexpr
+):
+    """Box attn of a layer; number: KDAs and MLAs before it in the launch."""
+    d = op.d
+    it, edge = at_
+    what = Int32(field(c, layer, F["kind"], COUNT))
+    if cutlass.const_expr("K" in d.attn):
+        if what & IS_MLA == 0:
+            it, edge = kda_half(c, layer, number[0], (it, edge), rX, io.slots, op)
+    if cutlass.const_expr("M" in d.attn):
+        if what & IS_MLA != 0:
+            cache = cache_of(io.lengths, io.table, io.mapping, op)
+            go = op.rows(d.mla_dim)
+            rO = cute.make_rmem_tensor(cute.make_layout((4, go.per)), Uint32)
+            it, edge = mla(c, layer, number[1], (it, edge), rX, cache, rO, op)
+            it = out_projection(c, layer, it, rO, None, go, op)
+    return it, edge
+
+
+@cute.jit
+def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
+    """own: address of this CTA's bank rows, where they are not kept in shared memory."""
     d, g = op.d, op.wide
-    old = Int64(0) if cutlass.const_expr(io.bank_old is None) else io.bank_old.iterator.toint()
-    new = Int64(0) if cutlass.const_expr(io.bank is None) else io.bank.iterator.toint()
-    banks = Banks(old, new)
+    words = cute.make_tensor(c.kept.iterator, cute.make_layout((op.kept_row,)))
+    kept = None
+    if cutlass.const_expr(op.bank_kept):
+        kept = cute.make_tensor(
+            c.kept.iterator + op.kept_row, cute.make_layout((d.bank_rows * op.kept_row,))
+        )
+    banks = Banks(
+        Int64(0) if cutlass.const_expr(io.bank_old is None) else io.bank_old.iterator.toint(), own, kept
+    )  # fmt: skip
+    keep_old(c, banks, op)
     rP = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     rP.fill(0)
     for v in cutlass.range_constexpr(g.per):
         if vector(c, v, g) < g.vecs:
             words_at(io.x0.iterator.toint(), vector(c, v, g), rP[None, v])
-    it, edge, routed, kdas = Int32(0), Int32(0), Int32(0), Int32(0)
-    for layer in cutlass.range(d.layers, unroll=1):
-        depth = layer + d.first
-        opens = depth % d.block == 0
-        sources = (depth + d.block - 1) // d.block
-        what = Int32(field(c, layer, F["kind"], COUNT))
-        first = early(
-            c, banks, sources, field(c, layer, F["attn_res_norm"], COUNT), field(c, layer, F["attn_res_proj"], COUNT),
-            field(c, layer, F["attn_norm"], COUNT), op,
-        )  # fmt: skip
-        if layer > 0:
+    keep_row(c, rP, words, Int32(0), op)
+    rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    it, edge, routed, kdas, mlas = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+    for step in cutlass.range(2 * d.layers + 1, unroll=1):
+        h = half(c, step, io, op)
+        timeline.mark(c.track, "early", h.layer)
+        before = early(c, banks, h.sources, h.weight, h.out, op)
+        if step > 0:
             edge += 1
-            timeline.mark(c.track, "edge delta", layer, kind="edge")
-            wait(c, edge, op)
-        timeline.mark(c.track, "mix", layer)
-        add_delta(c, layer, routed, rP, io, ws, op)
-        if cutlass.const_expr(d.bank_rows > d.bank_old):
-            if opens:
-                store_wide(c, rP, new + Int64((depth // d.block - d.bank_old) * d.hidden * 2), op)
-        late(c, rP, first, sources, False, rX, op)
-        if cutlass.const_expr("K" in d.attn):
-            if what & IS_MLA == 0:
-                it, edge = kda(c, layer, kdas, (it, edge), rX, io.slots, None, op)
-                kdas += 1
-        if cutlass.const_expr("M" in d.attn):
-            if what & IS_MLA != 0:
-                timeline.mark(c.track, "mla", layer)
-                cache = cache_of(io.lengths, io.table, io.mapping, op)
-                it, edge = mla(c, layer, it, edge, rX, cache, (ws.proj, ws.mla), op)
-                go = op.rows(d.mla_dim)
-                rO = cute.make_rmem_tensor(cute.make_layout((4, go.per)), Uint32)
-                load_x(c, ws.mla.out, rO, go)
-                it = out_projection(c, layer, it, rO, None, go, op)
-        arrive(c, op)
-        timeline.mark(c.track, "early", layer)
-        restart = Int32(1) if opens else Int32(0)
-        second = early(
-            c, banks, sources + restart, field(c, layer, F["mlp_res_norm"], COUNT),
-            field(c, layer, F["mlp_res_proj"], COUNT),
-            field(c, layer, F["mlp_norm"], COUNT), op,
-        )  # fmt: skip
-        edge += 1
-        timeline.mark(c.track, "edge attn", layer, kind="edge")
-        wait(c, edge, op)
-        timeline.mark(c.track, "mix 2", layer)
-        rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-        rA.fill(0)
-        wide_box(c, box(c, "attn", turn_of(c, layer, LAYERS), op), rA, op)
-        for v in cutlass.range_constexpr(g.per):
-            for e in cutlass.range_constexpr(4):
-                rP[e, v] = rA[e, v] if opens else add_bf16x2(rP[e, v], rA[e, v])
-        late(c, rP, second, sources + restart, False, rX, op)
-        if cutlass.const_expr("D" in d.ffn):
-            if what & IS_DENSE != 0:
-                it, edge = dense(c, layer, it, edge, rX, ws, op)
-        if cutlass.const_expr("E" in d.ffn):
-            if what & IS_DENSE == 0:
-                mIds = at(Int32, io.ids.iterator.toint() + Int64(routed * d.topk * 4), d.topk)
-                it, edge = moe(c, layer, routed, (it, edge), rX, (mIds, None), op)
-                routed += 1
-        arrive(c, op)
-    last = early(
-        c, banks, Int32(d.bank_rows),
-        io.res_norm.iterator.toint(), io.res_proj.iterator.toint(), io.norm.iterator.toint(), op
-    )  # fmt: skip
-    edge += 1
-    timeline.mark(c.track, "edge delta", d.layers, kind="edge")
-    wait(c, edge, op)
-    timeline.mark(c.track, "close", d.layers)
-    add_delta(c, Int32(d.layers), routed, rP, io, ws, op)
-    store_wide(c, rP, io.prefix.iterator.toint(), op)
-    late(c, rP, last, Int32(d.bank_rows), True, rX, op)
-    store_wide(c, rX, io.out.iterator.toint(), op)
+            timeline.mark(c.track, "edge mix", h.layer, kind="edge")
+            wait(c, edge, op, acquire="D" in d.ffn, missing=0 if "D" in d.ffn else op.missing)
+        timeline.mark(c.track, "mix", h.layer)
+        rP = add(c, h, routed, words, io, ws, op)
+        keep(c, h, rP, banks, io, op)
+        late(c, banks, rP, before, h.sources, h.closing, rX, op)
+        release = Boolean(False)
+        if not h.closing:
+            what = Int32(field(c, h.layer, F["kind"], COUNT))
+            if not h.second:
+                it, edge = attention(c, h.layer, (kdas, mlas), (it, edge), rX, io, op)
+                kdas += Int32(1) if what & IS_MLA == 0 else Int32(0)
+                mlas += Int32(1) if what & IS_MLA != 0 else Int32(0)
+            else:
+                if cutlass.const_expr("D" in d.ffn):
+                    if what & IS_DENSE != 0:
+                        it, edge = dense(c, h.layer, it, edge, rX, ws, op)
+                        release = h.second
+                if cutlass.const_expr("E" in d.ffn):
+                    if what & IS_DENSE == 0:
+                        it, edge = ffn(c, h.layer, routed, (it, edge), rX, op)
+                        routed += 1
+            if release:
+                arrive(c, op)
+            else:
+                hint(c, op)
+    if c.cta == 0:
+        store_wide(c, rX, io.out.iterator.toint(), op)
     timeline.end(c.track)
-    leave(c, edge, (routed, kdas, Int32(d.layers)), op)
+    leave(c, edge, (routed, kdas, Int32(d.layers), mlas), op)
 
 
 @cute.kernel
@@ -252,21 +379,26 @@ def decode_kernel(
     layers: tuple,
     io: Io,
     ws: Space,
+    mBank: cute.Tensor,
     mMail: cute.Tensor,
     mSync: cute.Tensor,
     phases: Any,
     names: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """Grid (ctas), cooperative; op.warps consumer warps and one producer warp."""
+    """Grid (ctas), cooperative; op.warps consumer warps, a producer warp, and one that chooses experts."""
     c = open_cta(
         layers, mSync, mMail, phases, names, tuple(kind(op.d, n) for n in range(op.d.layers)), op
     )
     if c.warp == op.warps:
         if c.lane == 0:
             produce(c, io, op)
+    elif c.warp > op.warps:
+        if cutlass.const_expr("E" in op.d.ffn):
+            route(c, io.ids, op)
     else:
-        consume(c, io, ws, op)
+        size = op.d.hidden * 2 * max(1, op.d.bank_rows - op.d.bank_old)
+        consume(c, io, ws, mBank.iterator.toint() + Int64(c.cta) * size, op)
 
 
 def shape(dims, cfg):
@@ -279,30 +411,35 @@ def shape(dims, cfg):
         cfg.stage_bytes,
         cfg.ring_stages,
         cfg.spin_limit,
+        in_flight=cfg.in_flight,
+        jitter=cfg.jitter,
+        missing=cfg.missing,
+        apart=True,
     )
 
 
 def workspace(dims, cfg):
+    op = shape(dims, cfg)
     bf = lambda n: ("bf16", (max(n, 8),), "undefined", "step")  # noqa: E731
-    f32 = lambda n: ("f32", (max(n, 8),), "undefined", "step")  # noqa: E731
-    found = {
-        "proj": bf(dims.a_proj_rows),
-        "hs": bf(dims.dense_dim), "delta": bf(dims.hidden), "sync": ("i32", (128,), "zero", "persistent"),
-        "mail": ("i32", (shape(dims, cfg).mail_words,), "undefined", "persistent"),
+    return {
+        "hs": bf(dims.dense_dim), "delta": bf(dims.hidden),
+        "bank": bf(8 if op.bank_kept else op.ctas * dims.hidden * max(1, dims.bank_rows - dims.bank_old)),
+        "weigh": ("f32", ((2 * dims.layers + 1) * dims.hidden,), "undefined", "persistent"),
+        "sync": ("i32", (128,), "zero", "persistent"), "mail": ("i32", (op.mail_words,), "undefined", "persistent"),
     }  # fmt: skip
-    if "M" in dims.attn:
-        h, ctas = dims.mla_heads, shape(dims, cfg).ctas
-        found |= {
-            "q": bf(h * (dims.qk_nope + dims.qk_rope)), "query": bf(h * dims.kv_dim),
-            "sums": f32(ctas * h * dims.kv_lora), "stats": f32(ctas * h * 2),
-            "lat": bf(h * dims.kv_lora), "values": bf(dims.mla_dim),
-        }  # fmt: skip
-    return found
 
 
 @cute.jit
 def prepare(t, cfg, stream):
+    """All boxes empty; products of norms and projections of AttnRes."""
     empty_boxes(t.workspace.mail, stream)
+    w = t.weights
+    halves = [x for n in range(cfg.dims.layers) for x in (w.layers[n], w.layers[n])]
+    norms = [x.mlp_res_norm if k % 2 else x.attn_res_norm for k, x in enumerate(halves)]
+    projs = [x.mlp_res_proj if k % 2 else x.attn_res_proj for k, x in enumerate(halves)]
+    weigh_vectors(
+        (*norms, w.out_res_norm), (*projs, w.out_res_proj), t.workspace.weigh, cfg.dims.hidden, stream
+    )  # fmt: skip
 
 
 @cute.jit
@@ -316,14 +453,14 @@ def step(t, cfg, stream):
         i.x0, i.delta if d.first else None, i.bank if d.first else None, i.slots if has_k else None,
         i.lengths if has_m else None, i.block_table if has_m else None, i.slot_mapping if has_m else None,
         o.bank if d.bank_rows > d.bank_old else None, o.ids if "E" in d.ffn else None, o.prefix, o.out,
-        t.weights.out_res_norm, t.weights.out_res_proj, t.weights.out_norm,
+        t.weights.out_norm, t.workspace.weigh,
     )  # fmt: skip
-    ms = MlaSpace(w.q, w.query, w.sums, w.stats, w.lat, w.values) if has_m else None
-    ws = Space(w.proj, w.hs, w.delta, ms)
+    ws = Space(None, w.hs, w.delta, None)
     tensors = tuple(tuple(x.values()) for x in found)
     names = tuple(tuple(x) for x in found)
     decode_kernel(
-        tensors, io, ws, w.mail, w.sync, timeline.buffer(t, cfg), names, op
+        tensors, io, ws, w.bank, w.mail, w.sync, timeline.buffer(t, cfg), names, op
     ).launch(
-        grid=(op.ctas, 1, 1), block=(op.threads + 32, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1,
+        grid=(op.ctas, 1, 1), block=(op.threads + 64, 1, 1), stream=stream, cooperative=True,
+        min_blocks_per_mp=1,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import high, lanes_sum, low
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
@@ -19,8 +19,9 @@ class Ctx(NamedTuple):
     ring: stages of weights (words); full, empty: mbarriers, one each a stage; routed: mbarrier, the ids are known;
     part, red: sums of warps; tab: addresses by layer and field; sync: counters of the edges (global), a line each:
     ALL at 0, ROUTE at 32, the record of a spin that gave up at 64, what the counters were at the launch from 96; mail:
-    boxes of what CTAs send each other (global); track, brought: timelines of consumers and
-    producer, None in a normal build.
+    boxes of what CTAs send each other (global); track, brought: timelines of consumers and producer, None in a normal
+    build; keys: candidates of the warp that chooses experts, where there is one;
+    kept: this thread's columns of the prefix and, where there is room, of the bank (words).
     """
 
     tid: Any
@@ -43,6 +44,8 @@ class Ctx(NamedTuple):
     mail: Any
     track: Any
     brought: Any
+    keys: Any
+    kept: Any
 
 
 ALL, ROUTE = 0, 32
@@ -56,8 +59,31 @@ def consumers(op: cutlass.Constexpr):
 
 
 @cute.jit
+def dawdle(c: Ctx, op: cutlass.Constexpr):
+    """One arrival in sixteen is late by up to `jitter` ns, by a hash of the clock; nothing in a normal build."""
+    if cutlass.const_expr(getattr(op, "jitter", 0) > 0):
+        if c.tid == 0:
+            cute.arch.inline_ptx(
+                """{
+                .reg .u32 a, b;
+                .reg .pred p;
+                mov.u32 a, %clock;
+                xor.b32 a, a, {$r0};
+                mul.lo.u32 a, a, 0x9E3779B1;
+                shr.u32 b, a, 28;
+                setp.eq.u32 p, b, 0;
+                shr.u32 a, a, 8;
+                and.b32 a, a, {$r1};
+                @p nanosleep.u32 a;
+                }""",
+                read_only_args=[c.cta * 7919, Int32(op.jitter - 1)],
+            )
+
+
+@cute.jit
 def arrive(c: Ctx, op: cutlass.Constexpr):
     """All that this CTA's consumers wrote is visible to who waits for this edge."""
+    dawdle(c, op)
     consumers(op)
     if c.tid == 0:
         cute.arch.red(c.sync, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
@@ -69,6 +95,7 @@ def hint(c: Ctx, op: cutlass.Constexpr, line: cutlass.Constexpr = ALL):
 
     A release here would first drain all that the CTA wrote, about a microsecond under load.
     """
+    dawdle(c, op)
     consumers(op)
     if c.tid == 0:
         cute.arch.red(c.sync + line, Int32(1), op="add", dtype="u32", sem="relaxed", scope="gpu")
@@ -98,39 +125,52 @@ def wait(
     `acquire`: what they wrote before an `arrive` can be read then. After a `hint` there is nothing to acquire.
     """
     if c.tid == 0:
-        base = c.base[line // 32]
-        target = base + edge * op.ctas - missing
-        seen = counter(c, line, acquire)
-        if cutlass.const_expr(op.spin == 0):
-            while seen - target < 0:
-                seen = counter(c, line, acquire)
-        else:
-            turns = Int32(0)
-            while seen - target < 0 and turns < op.spin:
-                seen = counter(c, line, acquire)
-                turns += 1
-            if seen - target < 0:
-                record = cute.make_tensor(c.sync + 64, cute.make_layout((4,)))
-                record[0], record[1], record[2], record[3] = (
-                    c.cta + 1,
-                    edge,
-                    seen - base,
-                    target - base,
-                )
+        await_line(c, edge, op, line, acquire, missing)
     consumers(op)
+
+
+@cute.jit
+def await_line(
+    c: Ctx,
+    edge: Int32,
+    op: cutlass.Constexpr,
+    line: cutlass.Constexpr,
+    acquire: cutlass.Constexpr,
+    missing: cutlass.Constexpr,
+):
+    """As `wait`, by one thread."""
+    base = c.base[line // 32]
+    target = base + edge * op.ctas - missing
+    seen = counter(c, line, acquire)
+    if cutlass.const_expr(op.spin == 0):
+        while seen - target < 0:
+            seen = counter(c, line, acquire)
+    else:
+        turns = Int32(0)
+        while seen - target < 0 and turns < op.spin:
+            seen = counter(c, line, acquire)
+            turns += 1
+        if seen - target < 0:
+            record = cute.make_tensor(c.sync + 64, cute.make_layout((4,)))
+            record[0], record[1], record[2], record[3] = (
+                c.cta + 1,
+                edge,
+                seen - base,
+                target - base,
+            )
 
 
 @cute.jit
 def leave(c: Ctx, edge: Int32, counts: tuple, op: cutlass.Constexpr):
     """The next launch counts on from here. After the last edge, when every CTA has read where this one began.
 
-    counts: FFNs with experts, KDAs, layers.
+    counts: FFNs with experts, KDAs, layers and MLAs, those that the kernel has.
     """
     if c.tid == 0 and c.cta == 0:
-        state = cute.make_tensor(c.sync + 96, cute.make_layout((5,)))
+        state = cute.make_tensor(c.sync + 96, cute.make_layout((6,)))
         state[0] = c.base[0] + edge * op.ctas
         state[1] = c.base[1] + counts[0] * op.ctas
-        for k in cutlass.range_constexpr(3):
+        for k in cutlass.range_constexpr(len(counts)):
             state[2 + k] = c.base[2 + k] + counts[k]
 
 
@@ -174,6 +214,32 @@ def post(c: Ctx, name: cutlass.Constexpr, turn: Int32, i: Int32, x: Float32, op:
             }""",
             read_only_args=[here, x, there],
         )
+
+
+def registers(n, first, step):
+    """The operand of a vector instruction: n registers of inline PTX from number `first` on."""
+    return "{" + ", ".join("{$r" + str(first + step * k) + "}" for k in range(n)) + "}"
+
+
+@cute.jit
+def post_some(here: Int64, there: Int64, r: cute.Tensor, n: cutlass.Constexpr):
+    """As `post`, n = 2 or 4 f32 at once: r[n] to `here`; its place for the other turn is emptied."""
+    size = ".v" + str(n)
+    cute.arch.inline_ptx(
+        f"st.relaxed.gpu.global{size}.f32 [{{$r0}}], {registers(n, 3, 1)};"
+        f" st.relaxed.gpu.global{size}.b32 [{{$r1}}], {registers(n, 2, 0)};",
+        read_only_args=[here, there, Uint32(0xFFFFFFFF), *(r[k] for k in range(n))],
+    )
+
+
+@cute.jit
+def empty_some(there: Int64, n: cutlass.Constexpr):
+    """n = 2 or 4 f32 of a box are emptied by a CTA that has nothing for them this time."""
+    size = ".v" + str(n)
+    cute.arch.inline_ptx(
+        f"st.relaxed.gpu.global{size}.b32 [{{$r0}}], {registers(n, 1, 0)};",
+        read_only_args=[there, Uint32(0xFFFFFFFF)],
+    )
 
 
 @cute.jit
@@ -248,12 +314,12 @@ def unpack(r: cute.Tensor, x: cute.Tensor):
         x[2 * e], x[2 * e + 1] = low(r[e]), high(r[e])
 
 
-FFNS, KDAS, LAYERS = 0, 1, 2
+FFNS, KDAS, LAYERS, MLAS = 0, 1, 2, 3
 
 
 @cute.jit
 def turn_of(c: Ctx, number: Int32, what: cutlass.Constexpr = FFNS):
-    """Which half of its boxes FFN, KDA or layer `number` of the launch uses: they alternate across launches too."""
+    """The half of its boxes that FFN, KDA, layer or MLA `number` of the launch uses: in turn, across launches too."""
     return (c.base[2 + what] + number) & 1
 
 
@@ -353,6 +419,15 @@ def bulk(c: Ctx, slot: Int32, offset: Int32, source: Int64, size: Int32, op: cut
             target, source, size, Int32((c.full + slot).toint()), Int64(EVICT_FIRST)
         ],
     )  # fmt: skip
+
+
+@cute.jit
+def to_l2(address: Int64, size: Int32):
+    """A piece of memory into L2; both are multiples of 16."""
+    if size > 0:
+        cute.arch.inline_ptx(
+            "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, size]
+        )
 
 
 @cute.jit
@@ -484,19 +559,70 @@ def drain(
     g: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """part[base + row, warp of the row] for `rows` rows (pairs: 2 row is gate, 2 row + 1 up); rX words [4, per]."""
+    """part[base + row, warp of the row] for `rows` rows (pairs: 2 row is gate, 2 row + 1 up); rX words [4, per].
+
+    Where a stage has them, a warp has two couples of rows in hand: what a couple takes is latency.
+    """
     halves = 2 if g.pair else 1
-    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
-    rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    rB = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    hands = 2 if g.per == 1 and halves * g.chunk >= 4 * g.passes else 1
+    rC = cute.make_rmem_tensor(cute.make_layout((4, hands)), Float32)
+    rA = cute.make_rmem_tensor(cute.make_layout((4, g.per, hands)), Uint32)
+    rB = cute.make_rmem_tensor(cute.make_layout((4, g.per, hands)), Uint32)
+    rS = cute.make_rmem_tensor(cute.make_layout((hands,)), Float32)
     for first in cutlass.range(0, rows, g.chunk, unroll=1):
         slot = stage_full(c, it, op)
         n = rows - first if rows - first < g.chunk else Int32(g.chunk)
         if c.warp < g.width * g.passes:
+            for i in cutlass.range(
+                2 * (c.warp // g.width), halves * n, 2 * hands * g.passes, unroll=1
+            ):
+                for h in cutlass.range_constexpr(hands):
+                    j = i + 2 * h * g.passes
+                    if cutlass.const_expr(hands > 1):
+                        j = j if j < halves * n else i
+                    a, b = j, j + 1
+                    if cutlass.const_expr(g.pair):
+                        a, b = j // 2, g.chunk + j // 2
+                    else:
+                        b = j + 1 if j + 1 < n else j
+                    load_row(c, slot * (op.stage // 16) + a * g.vecs, rA[None, None, h], g)
+                    load_row(c, slot * (op.stage // 16) + b * g.vecs, rB[None, None, h], g)
+                rC.fill(0.0)
+                for h in cutlass.range_constexpr(hands):
+                    for v in cutlass.range_constexpr(g.per):
+                        mma_rows(rC[None, h], rA[None, v, h], rB[None, v, h], rX[None, v])
+                for h in cutlass.range_constexpr(hands):
+                    x, y = diagonal(c, rC[None, h])
+                    rS[h] = diagonal_sum(x, y)
+                for h in cutlass.range_constexpr(hands):
+                    j = i + 2 * h * g.passes + c.lane
+                    if c.lane < 2 and j < halves * n:
+                        c.part[(base + halves * first + j) * STRIDE + c.warp % g.width] = rS[h]
+        stage_done(c, slot)
+        it += 1
+    return it
+
+
+@cute.jit
+def drain_wide(
+    c: Ctx, it: Int32, rows: Int32, pairs: Boolean, base: Int32, rX: cute.Tensor, op: cutlass.Constexpr
+):  # fmt: skip
+    """`drain` for rows of `hidden` columns, single or in pairs as the caller finds at run time: one copy of the code
+    serves them all."""
+    g, h = op.wide, op.rows(op.d.hidden, pair=True)
+    chunk = Int32(h.chunk) if pairs else Int32(g.chunk)
+    halves = Int32(2) if pairs else Int32(1)
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rB = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    for first in cutlass.range(0, rows, chunk, unroll=1):
+        slot = stage_full(c, it, op)
+        n = rows - first if rows - first < chunk else chunk
+        if c.warp < g.width * g.passes:
             for i in cutlass.range(2 * (c.warp // g.width), halves * n, 2 * g.passes, unroll=1):
                 a, b = i, i + 1
-                if cutlass.const_expr(g.pair):
-                    a, b = i // 2, g.chunk + i // 2
+                if pairs:
+                    a, b = i // 2, chunk + i // 2
                 else:
                     b = i + 1 if i + 1 < n else i
                 load_row(c, slot * (op.stage // 16) + a * g.vecs, rA, g)
@@ -531,9 +657,29 @@ def put(c: Ctx, slot: cutlass.Constexpr, x: Float32):
 
 
 @cute.jit
+def put_two(c: Ctx, slot: cutlass.Constexpr, x: Float32, y: Float32):
+    """This warp's parts of the reductions `slot` and `slot` + 1: half of the lanes go on with either."""
+    upper = c.lane >= 16
+    sum = (y if upper else x) + cute.arch.shuffle_sync_bfly(x if upper else y, offset=16)
+    sum = lanes_sum(sum, 16)
+    if c.lane % 16 == 0:
+        c.red[(slot + c.lane // 16) * STRIDE + c.warp] = sum
+
+
+@cute.jit
+def take_two(c: Ctx, slot: cutlass.Constexpr, width: cutlass.Constexpr):
+    """Both sums of the first `width` (at most 16) warps' parts, after a barrier."""
+    x = Float32(0.0)
+    if c.lane % 16 < width:
+        x = c.red[(slot + c.lane // 16) * STRIDE + c.lane % 16]
+    x = lanes_sum(x, 16)
+    return cute.arch.shuffle_sync(x, 0), cute.arch.shuffle_sync(x, 16)
+
+
+@cute.jit
 def take(c: Ctx, slot: cutlass.Constexpr, width: cutlass.Constexpr):
     """Sum of the first `width` warps' parts, after a barrier."""
     x = Float32(0.0)
-    if c.lane < width:
-        x = c.red[slot * STRIDE + c.lane]
-    return lanes_sum(x, 32)
+    if c.lane % 16 < width:
+        x = c.red[slot * STRIDE + c.lane % 16]
+    return lanes_sum(x, 16)

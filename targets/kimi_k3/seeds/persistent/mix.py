@@ -1,112 +1,161 @@
-"""AttnRes in every CTA: a thread has the same columns of the prefix, of the bank and of x, all in registers.
+"""AttnRes in every CTA: a thread has the same columns of the prefix, of the bank and of x.
 
-What does not depend on the edge (bank rows, their statistics, vectors) is loaded and reduced before it.
+Every instruction here is issued by all warps of all CTAs, which is what it costs: products of norm and projection are
+made once (`weigh_vectors`), bank rows lie in shared memory where there is room, and two sums share their shuffles. What
+does not depend on the edge (the bank's sums, vectors) comes before it.
 """
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import high, low, pack_bf16
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
     consumers,
     put,
+    put_two,
     take,
+    take_two,
     vector,
     words_at,
 )
 
 
 class Early(NamedTuple):
-    """bank [4 words, per, rows]; weight f32 [8, per] = norm x proj; out [4 words, per]."""
+    """weight f32 [8, per] = norm x proj; out words [4, per]."""
 
-    bank: Any
     weight: Any
     out: Any
 
 
 class Banks(NamedTuple):
-    """Addresses of bank rows of earlier layers and of those written here."""
+    """Addresses of bank rows of earlier layers and of those written here; where these lie in shared memory, or None."""
 
     old: Any
     new: Any
+    kept: Any
+
+
+@cute.kernel
+def vectors_kernel(norms: tuple, projs: tuple, mOut: cute.Tensor, n: cutlass.Constexpr):
+    """mOut[half, column] = norm x proj, f32; grid (columns / 128, halves)."""
+    tid, _, _ = cute.arch.thread_idx()
+    block, step, _ = cute.arch.block_idx()
+    i = block * 128 + tid
+    if i < n:
+        x = Float32(0.0)
+        for k in cutlass.range_constexpr(len(norms)):
+            if step == k:
+                x = norms[k][i].to(Float32) * projs[k][i].to(Float32)
+        mOut[step * n + i] = x
 
 
 @cute.jit
-def early(
-    c: Ctx,
-    banks: Banks,
-    sources: Int32,
-    norm: Int64,
-    proj: Int64,
-    out: Int64,
-    op: cutlass.Constexpr,
-):
+def weigh_vectors(norms: tuple, projs: tuple, mOut: cute.Tensor, n: cutlass.Constexpr, stream):
+    vectors_kernel(norms, projs, mOut, n).launch(
+        grid=(-(-n // 128), len(norms), 1), block=(128, 1, 1), stream=stream
+    )
+
+
+@cute.jit
+def kept_at(c: Ctx, sKept: cute.Tensor, row: Int32, v: cutlass.Constexpr, op: cutlass.Constexpr):
+    """Where this thread keeps its v-th words of a row, for itself."""
+    return cute.local_tile(sKept, (4,), ((row * op.wide.per + v) * op.threads + c.tid,))
+
+
+@cute.jit
+def bank_words(
+    c: Ctx, banks: Banks, s: cutlass.Constexpr, v: cutlass.Constexpr, r: cute.Tensor, op: cutlass.Constexpr
+):  # fmt: skip
+    """r[4] = this thread's v-th words of row s."""
     g, d = op.wide, op.d
-    rB = cute.make_rmem_tensor(cute.make_layout((4, g.per, d.bank_rows)), Uint32)
+    i = vector(c, v, g)
+    if cutlass.const_expr(banks.kept is not None):
+        cute.autovec_copy(kept_at(c, banks.kept, s, v, op), r)
+    elif cutlass.const_expr(s < d.bank_old):
+        words_at(banks.old, s * g.vecs + i, r)
+    else:
+        words_at(banks.new, (s - d.bank_old) * g.vecs + i, r)
+
+
+@cute.jit
+def keep_old(c: Ctx, banks: Banks, op: cutlass.Constexpr):
+    """Rows of earlier layers into shared memory; a thread reads what it wrote itself."""
+    g, d = op.wide, op.d
+    if cutlass.const_expr(banks.kept is not None):
+        rB = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+        for s in cutlass.range_constexpr(d.bank_old):
+            for v in cutlass.range_constexpr(g.per):
+                i = vector(c, v, g)
+                if i < g.vecs:
+                    words_at(banks.old, s * g.vecs + i, rB)
+                    cute.autovec_copy(rB, kept_at(c, banks.kept, s, v, op))
+
+
+@cute.jit
+def sums(r: cute.Tensor, rW: cute.Tensor, v: cutlass.Constexpr, two: tuple):
+    """(squares, weighted sum) + those of four words of a source."""
+    square, total = two
+    for e in cutlass.range_constexpr(4):
+        a, b = low(r[e]), high(r[e])
+        square += a * a + b * b
+        total += a * rW[2 * e, v] + b * rW[2 * e + 1, v]
+    return square, total
+
+
+@cute.jit
+def early(c: Ctx, banks: Banks, sources: Int32, weight: Int64, out: Int64, op: cutlass.Constexpr):
+    g, d = op.wide, op.d
+    rB = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
     rW = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
-    rN = cute.make_rmem_tensor(cute.make_layout((4, 2, g.per)), Uint32)
     rO = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    rB.fill(0)
-    rN.fill(0)
-    rO.fill(0)
+    if cutlass.const_expr(not g.exact):
+        rW.fill(0.0)
+        rO.fill(0)
     for v in cutlass.range_constexpr(g.per):
         i = vector(c, v, g)
         if i < g.vecs:
-            words_at(norm, i, rN[None, 0, v])
-            words_at(proj, i, rN[None, 1, v])
+            pointer = cute.make_ptr(
+                Float32, weight + Int64(i) * 32, cute.AddressSpace.gmem, assumed_align=16
+            )
+            gW = cute.make_tensor(pointer, cute.make_layout((4, 2)))
+            for k in cutlass.range_constexpr(2):
+                cute.autovec_copy(gW[None, k], cute.local_tile(rW[None, v], (4,), (k,)))
             words_at(out, i, rO[None, v])
-            for s in cutlass.range_constexpr(d.bank_rows):
-                if s < sources:
-                    if cutlass.const_expr(s < d.bank_old):
-                        words_at(banks.old, s * g.vecs + i, rB[None, v, s])
-                    else:
-                        words_at(banks.new, (s - d.bank_old) * g.vecs + i, rB[None, v, s])
-    for v in cutlass.range_constexpr(g.per):
-        for e in cutlass.range_constexpr(4):
-            rW[2 * e, v] = low(rN[e, 0, v]) * low(rN[e, 1, v])
-            rW[2 * e + 1, v] = high(rN[e, 0, v]) * high(rN[e, 1, v])
     for s in cutlass.range_constexpr(d.bank_rows):
         if s < sources:
-            statistics(c, s, rB[None, None, s], rW, op)
-    return Early(rB, rW, rO)
-
-
-@cute.jit
-def statistics(
-    c: Ctx, s: cutlass.Constexpr, r: cute.Tensor, rW: cute.Tensor, op: cutlass.Constexpr
-):
-    """Squares and weighted sum of a source, this warp's parts."""
-    square, total = Float32(0.0), Float32(0.0)
-    for v in cutlass.range_constexpr(op.wide.per):
-        for e in cutlass.range_constexpr(4):
-            a, b = low(r[e, v]), high(r[e, v])
-            square += a * a + b * b
-            total += a * rW[2 * e, v] + b * rW[2 * e + 1, v]
-    put(c, 2 * s, square)
-    put(c, 2 * s + 1, total)
+            two = (Float32(0.0), Float32(0.0))
+            for v in cutlass.range_constexpr(g.per):
+                rB.fill(0)
+                if vector(c, v, g) < g.vecs:
+                    bank_words(c, banks, s, v, rB, op)
+                two = sums(rB, rW, v, two)
+            put_two(c, 2 * s, two[0], two[1])
+    return Early(rW, rO)
 
 
 @cute.jit
 def late(
-    c: Ctx, rP: cute.Tensor, e: Early, sources: Int32, closing: cutlass.Constexpr, rX: cute.Tensor,
+    c: Ctx, banks: Banks, rP: cute.Tensor, e: Early, sources: Int32, closing: Boolean, rX: cute.Tensor,
     op: cutlass.Constexpr,
 ):  # fmt: skip
-    """rX words [4, per] = bf(RMS(m; out)), m the mix of the bank and the prefix rP."""
+    """rX words [4, per] = bf(RMS(m; out)), m the mix of the bank and the prefix rP, in bf16 where it closes the run."""
     g, d = op.wide, op.d
-    rM = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
     last = d.bank_rows
-    statistics(c, last, rP, e.weight, op)
+    two = (Float32(0.0), Float32(0.0))
+    for v in cutlass.range_constexpr(g.per):
+        two = sums(rP[None, v], e.weight, v, two)
+    put_two(c, 2 * last, two[0], two[1])
     consumers(op)
     rS = cute.make_rmem_tensor(cute.make_layout((last + 1,)), Float32)
     top = -Float32.inf
     for s in cutlass.range_constexpr(last + 1):
         rS[s] = -Float32.inf
         if s < sources or s == last:
-            square, total = take(c, 2 * s, g.width), take(c, 2 * s + 1, g.width)
+            square, total = take_two(c, 2 * s, g.width)
             rS[s] = cute.math.rsqrt(square / d.hidden + d.eps) * total
         top = cute.arch.fmax(top, rS[s])
     total = Float32(0.0)
@@ -115,18 +164,29 @@ def late(
         total += rS[s]
     for s in cutlass.range_constexpr(last + 1):
         rS[s] = rS[s] / total
-    square = Float32(0.0)
+    rM = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
+    rB = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
     for v in cutlass.range_constexpr(g.per):
         for w in cutlass.range_constexpr(4):
-            a, b = low(rP[w, v]) * rS[last], high(rP[w, v]) * rS[last]
-            for s in cutlass.range_constexpr(last):
-                a += low(e.bank[w, v, s]) * rS[s]
-                b += high(e.bank[w, v, s]) * rS[s]
-            if cutlass.const_expr(closing):
-                pair = pack_bf16(a, b)
-                a, b = low(pair), high(pair)
-            rM[2 * w, v], rM[2 * w + 1, v] = a, b
-            square += a * a + b * b
+            rM[2 * w, v], rM[2 * w + 1, v] = low(rP[w, v]) * rS[last], high(rP[w, v]) * rS[last]
+    for s in cutlass.range_constexpr(last):
+        if s < sources:
+            for v in cutlass.range_constexpr(g.per):
+                rB.fill(0)
+                if vector(c, v, g) < g.vecs:
+                    bank_words(c, banks, s, v, rB, op)
+                for w in cutlass.range_constexpr(4):
+                    rM[2 * w, v] = rM[2 * w, v] + low(rB[w]) * rS[s]
+                    rM[2 * w + 1, v] = rM[2 * w + 1, v] + high(rB[w]) * rS[s]
+    if closing:
+        for v in cutlass.range_constexpr(g.per):
+            for w in cutlass.range_constexpr(4):
+                pair = pack_bf16(rM[2 * w, v], rM[2 * w + 1, v])
+                rM[2 * w, v], rM[2 * w + 1, v] = low(pair), high(pair)
+    square = Float32(0.0)
+    for v in cutlass.range_constexpr(g.per):
+        for w in cutlass.range_constexpr(8):
+            square += rM[w, v] * rM[w, v]
     put(c, 2 * last + 2, square)
     consumers(op)
     scale = cute.math.rsqrt(take(c, 2 * last + 2, g.width) / d.hidden + d.eps)

@@ -2,31 +2,45 @@
 
 Old cache rows are immutable, so their pages pass the ring like weights, early; the new token's row replaces what the
 ring brought for it, in shared memory, and is written to the cache by the CTA that has its page.
+
+Four edges are for all (a, query, partial sums, gated values); the two between CTAs of one head (its query before W_UK,
+its latent sum) have no counter: who needs them looks into the boxes until they are there. Nothing here is fenced.
 """
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
+from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import lanes_max, lanes_sum, round_bf16, sigmoid
 from targets.kimi_k3.seeds.mla import mma_16x32
 from targets.kimi_k3.seeds.persistent.device import (
+    MLAS,
     Ctx,
-    arrive,
     at,
+    box,
     bulk,
     consumers,
     drain,
+    empty_some,
     field,
     fill,
     gathered,
+    hint,
+    insist,
+    insist_half,
+    peek,
+    peek_half,
+    post,
+    post_some,
     put,
     stage_done,
     stage_free,
     stage_full,
     take,
+    turn_of,
     unpack,
     vector,
     view,
@@ -34,20 +48,9 @@ from targets.kimi_k3.seeds.persistent.device import (
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.moe_route import insist_word, peek_word
 from targets.kimi_k3.seeds.persistent.plan import most, share
-from targets.kimi_k3.seeds.persistent.vectors import load_norm, load_x, normalise
-
-
-class MlaSpace(NamedTuple):
-    """Global: q bf16 [H (nope + rope)], query bf16 [H kv_dim], sums f32 [ctas, H, lora], stats f32 [ctas, H, 2],
-    lat bf16 [H lora], out bf16 [H v]."""
-
-    q: Any
-    query: Any
-    sums: Any
-    stats: Any
-    lat: Any
-    out: Any
+from targets.kimi_k3.seeds.persistent.vectors import load_norm, normalise
 
 
 class Cache(NamedTuple):
@@ -116,46 +119,38 @@ def fill_mla(c: Ctx, layer: Int32, it: Int32, cache: Cache, op: cutlass.Constexp
 
 
 @cute.jit
-def normed(
-    c: Ctx,
-    mX: cute.Tensor,
-    norm: Int64,
-    rX: cute.Tensor,
-    g: cutlass.Constexpr,
-    op: cutlass.Constexpr,
-):
-    """rX words [4, per] = bf(RMS(x; norm)) of this thread's columns."""
-    rN = load_norm(c, norm, g)
-    load_x(c, mX, rX, g)
-    normalise(c, rX, rN, g, op)
-    consumers(op)
+def load_mail(c: Ctx, start: Int64, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr):
+    """rX words [4, per]: this thread's columns of bf16 in a box, from an address on."""
+    rX.fill(0)
+    for v in cutlass.range_constexpr(g.per):
+        if vector(c, v, g) < g.vecs:
+            peek(start + Int64(vector(c, v, g)) * 16, rX[None, v])
+    for v in cutlass.range_constexpr(g.per):
+        if vector(c, v, g) < g.vecs:
+            insist(start + Int64(vector(c, v, g)) * 16, rX[None, v], 2, op)
 
 
 @cute.jit
-def part_of(mX: cute.Tensor, first: cutlass.Constexpr, n: cutlass.Constexpr):
-    """Elements first .. first + n - 1, first a multiple of eight."""
-    pointer = cute.make_ptr(
-        mX.element_type, mX.iterator.toint() + first * 2, cute.AddressSpace.gmem, assumed_align=16
-    )
-    return cute.make_tensor(pointer, cute.make_layout((n,)))
-
-
-@cute.jit
-def new_row(c: Ctx, layer: Int32, proj: cute.Tensor, op: cutlass.Constexpr):
-    """The pool's first kv_dim values: the new token's cache row."""
+def new_row(c: Ctx, a: Int64, rN: cute.Tensor, op: cutlass.Constexpr):
+    """The pool's first kv_dim values: the new token's cache row, of what is in box a; rN: kv_a_norm."""
     d = op.d
     g = op.rows(d.kv_lora)
     sNew = view(c, BFloat16, 0, d.kv_dim)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     sWord = cute.recast_tensor(sNew, Uint32)
-    normed(c, part_of(proj, d.q_lora, d.kv_lora), field(c, layer, F["kv_a_norm"], COUNT), rX, g, op)
+    load_mail(c, a + 2 * d.q_lora, rX, g, op)
+    normalise(c, rX, rN, g, op)
     if c.warp < g.width:
         for v in cutlass.range_constexpr(g.per):
             i = vector(c, v, g)
             if i < g.vecs:
                 cute.autovec_copy(rX[None, v], cute.local_tile(sWord, (4,), (i,)))
-    for i in cutlass.range(c.tid, d.qk_rope, op.threads, unroll=1):
-        sNew[d.kv_lora + i] = proj[d.q_lora + d.kv_lora + i]
+    for i in cutlass.range(c.tid, d.qk_rope // 8, op.threads, unroll=1):
+        rK = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+        place = a + 2 * (d.q_lora + d.kv_lora) + Int64(i) * 16
+        peek(place, rK)
+        insist(place, rK, 2, op)
+        cute.autovec_copy(rK, cute.local_tile(sWord, (4,), (d.kv_lora // 8 + i,)))
 
 
 @cute.jit
@@ -180,16 +175,32 @@ def load_uk(c: Ctx, layer: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
-def absorb(c: Ctx, rW: cute.Tensor, ms: MlaSpace, op: cutlass.Constexpr):
-    """ms.query [head, kv_dim]: bf(Q_nope W_UK[h]) of this CTA's columns; the first of a head copies Q_pe."""
+def load_head(c: Ctx, turn: Int32, op: cutlass.Constexpr):
+    """The pool behind the new row: the query of this CTA's head, which the CTAs of the head have just posted."""
+    d = op.d
+    many = (d.qk_nope + d.qk_rope) // 8
+    head = c.cta // op.slices
+    sWord = view(c, Uint32, op.new_bytes, 4 * many)
+    rQ = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    if c.tid < many and head < d.mla_heads:
+        start = box(c, "q", turn, op) + Int64(head * many + c.tid) * 16
+        peek(start, rQ)
+        insist(start, rQ, 2, op)
+        cute.autovec_copy(rQ, cute.local_tile(sWord, (4,), (c.tid,)))
+    consumers(op)
+
+
+@cute.jit
+def absorb(c: Ctx, rW: cute.Tensor, turn: Int32, op: cutlass.Constexpr):
+    """Box query [head, kv_dim]: bf(Q_nope W_UK[h]) of this CTA's columns; the first of a head copies Q_pe."""
     d = op.d
     vectors = most(d.kv_lora // 8, op.slices)
     groups = op.threads // vectors
     head = c.cta // op.slices
     first, n = share(d.kv_lora // 8, c.cta % op.slices, op.slices)
     v, group = c.tid % vectors, c.tid // vectors
-    sPart = view(c, Float32, op.new_bytes, groups * vectors * 8)
-    q0 = head * (d.qk_nope + d.qk_rope)
+    sHead = view(c, BFloat16, op.new_bytes, d.qk_nope + d.qk_rope)
+    sPart = view(c, Float32, op.new_bytes + op.head_bytes, groups * vectors * 8)
     if head < d.mla_heads:
         rF = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
         rS = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
@@ -198,7 +209,7 @@ def absorb(c: Ctx, rW: cute.Tensor, ms: MlaSpace, op: cutlass.Constexpr):
             for j in cutlass.range_constexpr(-(-d.qk_nope // groups)):
                 row = group + j * groups
                 if row < d.qk_nope:
-                    x = ms.q[q0 + row].to(Float32)
+                    x = sHead[row].to(Float32)
                     unpack(rW[None, j], rF)
                     for e in cutlass.range_constexpr(8):
                         rS[e] = rS[e] + x * rF[e]
@@ -209,9 +220,10 @@ def absorb(c: Ctx, rW: cute.Tensor, ms: MlaSpace, op: cutlass.Constexpr):
             total = Float32(0.0)
             for k in cutlass.range(groups, unroll=8):
                 total += sPart[k * vectors * 8 + i]
-            ms.query[head * d.kv_dim + 8 * first + i] = total.to(BFloat16)
+            post(c, "query", turn, head * d.kv_dim + 8 * first + i, total, op)
         if c.cta % op.slices == 0 and c.tid < d.qk_rope:
-            ms.query[head * d.kv_dim + d.kv_lora + c.tid] = ms.q[q0 + d.qk_nope + c.tid]
+            pe = sHead[d.qk_nope + c.tid].to(Float32)
+            post(c, "query", turn, head * d.kv_dim + d.kv_lora + c.tid, pe, op)
 
 
 @cute.jit
@@ -240,14 +252,19 @@ def token_at(c: Ctx, it: Int32, token: Int32, op: cutlass.Constexpr):
 
 @cute.jit
 def patch(
-    c: Ctx, layer: Int32, it: Int32, page: Int32, left: Int32, cache: Cache, op: cutlass.Constexpr
+    c: Ctx,
+    layer: Int32,
+    it: Int32,
+    physical: Int32,
+    left: Int32,
+    cache: Cache,
+    op: cutlass.Constexpr,
 ):
     """The new row in its place, in the ring and in the cache; rows beyond the context become zero."""
     d = op.d
     sNew = view(c, Uint32, 0, d.kv_dim // 2)
     rW = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
     vecs = d.kv_dim // 8
-    physical = cache.table[page]
     if cache.row >= 0 and cache.row // d.page == physical:
         place = token_at(c, it, cache.row % d.page, op)
         gRow = field(c, layer, F["kv"], COUNT) + Int64(cache.row) * (2 * d.kv_dim)
@@ -359,19 +376,50 @@ def weigh(
 
 
 @cute.jit
-def attend(c: Ctx, layer: Int32, it: Int32, cache: Cache, ms: MlaSpace, op: cutlass.Constexpr):
-    """ms.sums, ms.stats of this CTA's pages for all heads; a CTA without pages has statistics (-inf, 0)."""
+def load_query(c: Ctx, turn: Int32, sQ: cute.Tensor, op: cutlass.Constexpr):
+    """sQ = the queries of all heads, `query_words` apart."""
+    d = op.d
+    words, vecs = op.query_words, d.kv_dim // 8
+    turns = -(-d.mla_heads * vecs // op.threads)
+    start = box(c, "query", turn, op)
+    rW = cute.make_rmem_tensor(cute.make_layout((4, turns)), Uint32)
+    for k in cutlass.range_constexpr(turns):
+        i = c.tid + k * op.threads
+        if i < d.mla_heads * vecs:
+            peek(start + Int64(i) * 16, rW[None, k])
+    for k in cutlass.range_constexpr(turns):
+        i = c.tid + k * op.threads
+        if i < d.mla_heads * vecs:
+            insist(start + Int64(i) * 16, rW[None, k], 2, op)
+            place = i // vecs * (words // 4) + i % vecs
+            cute.autovec_copy(rW[None, k], cute.local_tile(sQ, (4,), (place,)))
+
+
+@cute.jit
+def entry(c: Ctx, p: Int32, cache: Cache):
+    """Where page p is, -1 if there is none."""
+    found = Int32(-1)
+    if p < cache.pages:
+        found = cache.table[p]
+    return found
+
+
+@cute.jit
+def attend(
+    c: Ctx, layer: Int32, it: Int32, cache: Cache, physical: Int32, turn: Int32, op: cutlass.Constexpr
+):  # fmt: skip
+    """Boxes sums and stats of this CTA's pages for all heads, the first of them at `physical`.
+
+    A CTA without pages empties its places of the other turn. Not even a maximum of -inf is an empty element.
+    """
     d = op.d
     each = op.value_each
     words = op.query_words
     sQ = view(c, Uint32, op.new_bytes, d.mla_heads * words)
     sP = view(c, BFloat16, op.new_bytes + 4 * d.mla_heads * words, 16 * (d.page + 8))
     sState = view(c, Float32, op.new_bytes + 4 * d.mla_heads * words + 32 * (d.page + 8), 48)
-    rW = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    vecs = d.kv_dim // 8
-    for i in cutlass.range(c.tid, d.mla_heads * vecs, op.threads, unroll=1):
-        words_at(ms.query.iterator.toint(), i, rW)
-        cute.autovec_copy(rW, cute.local_tile(sQ, (4,), (i // vecs * (words // 4) + i % vecs,)))
+    if c.cta < cache.pages:
+        load_query(c, turn, sQ, op)
     if c.tid < 16:
         sState[c.tid], sState[16 + c.tid], sState[32 + c.tid] = (
             -Float32.inf,
@@ -385,7 +433,8 @@ def attend(c: Ctx, layer: Int32, it: Int32, cache: Cache, ms: MlaSpace, op: cutl
         for j in cutlass.range_constexpr(op.cache_stages):
             stage_full(c, it + j, op)
         left = cache.length - p * d.page
-        patch(c, layer, it, p, left, cache, op)
+        patch(c, layer, it, physical, left, cache, op)
+        physical = entry(c, p + op.ctas, cache)
         scores(c, it, sQ, op)
         consumers(op)
         soften(c, left, sP, sState, op)
@@ -396,58 +445,75 @@ def attend(c: Ctx, layer: Int32, it: Int32, cache: Cache, ms: MlaSpace, op: cutl
             stage_done(c, (it + j) % op.stages)
         it += op.cache_stages
         consumers(op)
-    if c.tid < d.mla_heads:
-        ms.stats[(c.cta * d.mla_heads + c.tid) * 2] = sState[c.tid]
-        ms.stats[(c.cta * d.mla_heads + c.tid) * 2 + 1] = sState[16 + c.tid]
-    if c.warp < op.value_warps and c.cta < cache.pages:
-        rOut = cute.make_rmem_tensor(cute.make_layout((each,)), Float32)
-        g, q = c.lane // 4, c.lane % 4
-        for i in cutlass.range_constexpr(4):
-            h = g + i // 2 * 8
-            if h < d.mla_heads:
-                for n in cutlass.range_constexpr(each):
-                    rOut[n] = rC[i, n]
-                place = (c.cta * d.mla_heads + h) * (d.kv_lora // each) + c.warp * 8 + 2 * q + i % 2
-                cute.autovec_copy(rOut, cute.local_tile(ms.sums, (each,), (place,)))
+    send_sums(c, c.cta < cache.pages, sState, rC, turn, op)
     return it
 
 
 @cute.jit
-def join(c: Ctx, ms: MlaSpace, cache: Cache, op: cutlass.Constexpr):
-    """ms.lat = bf(sum over CTAs of weight * sum) of this CTA's head and columns."""
+def send_sums(
+    c: Ctx, any: Boolean, sState: cute.Tensor, rC: cute.Tensor, turn: Int32, op: cutlass.Constexpr
+):
+    """rC [4, each] of the value warps and the statistics of each head into their boxes, if there are any."""
+    d = op.d
+    each = op.value_each
+    if c.tid < d.mla_heads:
+        i = (c.cta * d.mla_heads + c.tid) * 2
+        if any:
+            post(c, "stats", turn, i, sState[c.tid], op)
+            post(c, "stats", turn, i + 1, sState[16 + c.tid], op)
+        else:
+            empty_some(box(c, "stats", 1 - turn, op) + Int64(i) * 4, 2)
+    here, there = box(c, "sums", turn, op), box(c, "sums", 1 - turn, op)
+    if c.warp < op.value_warps:
+        size = min(4, each)
+        rOut = cute.make_rmem_tensor(cute.make_layout((size,)), Float32)
+        g, q = c.lane // 4, c.lane % 4
+        for i in cutlass.range_constexpr(4):
+            h = g + i // 2 * 8
+            if h < d.mla_heads:
+                first = (c.cta * d.mla_heads + h) * d.kv_lora + (c.warp * 8 + 2 * q + i % 2) * each
+                for part in cutlass.range_constexpr(each // size):
+                    at_ = Int64(first + size * part) * 4
+                    for n in cutlass.range_constexpr(size):
+                        rOut[n] = rC[i, size * part + n]
+                    if any:
+                        post_some(here + at_, there + at_, rOut, size)
+                    else:
+                        empty_some(there + at_, size)
+
+
+@cute.jit
+def join(c: Ctx, turn: Int32, cache: Cache, op: cutlass.Constexpr):
+    """Box lat = bf(sum over CTAs of weight * sum) of this CTA's head and columns."""
     d = op.d
     vectors = most(d.kv_lora // 4, op.slices)
     groups = op.threads // vectors
+    turns = -(-op.ctas // groups)
     head = c.cta // op.slices
     first, n = share(d.kv_lora // 4, c.cta % op.slices, op.slices)
     parts = cache.pages if cache.pages < op.ctas else Int32(op.ctas)
     sW = view(c, Float32, 0, op.ctas)
     sPart = view(c, Float32, -(-4 * op.ctas // 16) * 16, groups * vectors * 4)
+    v, group = c.tid % vectors, c.tid // vectors
+    rX = cute.make_rmem_tensor(cute.make_layout((4, turns)), Uint32)
+    rS = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rS.fill(0.0)
+    sums = box(c, "sums", turn, op) + Int64(head * (d.kv_lora // 4) + first + v) * 16
+    mine = head < d.mla_heads and group < groups and v < n
     if head < d.mla_heads:
+        for k in cutlass.range_constexpr(turns):
+            s = group + k * groups
+            if mine and s < parts:
+                peek(sums + Int64(s) * (4 * d.mla_heads * d.kv_lora), rX[None, k])
         if c.warp == 0:
-            top = -Float32.inf
-            for s in cutlass.range(c.lane, parts, 32, unroll=1):
-                top = cute.arch.fmax(top, ms.stats[(s * d.mla_heads + head) * 2])
-            top = lanes_max(top)
-            total = Float32(0.0)
-            for s in cutlass.range(c.lane, parts, 32, unroll=1):
-                w = cute.math.exp(ms.stats[(s * d.mla_heads + head) * 2] - top)
-                sW[s] = w
-                total += w * ms.stats[(s * d.mla_heads + head) * 2 + 1]
-            total = lanes_sum(total, 32)
-            for s in cutlass.range(c.lane, parts, 32, unroll=1):
-                sW[s] = sW[s] / total
+            weights_of(c, head, parts, sW, turn, op)
         consumers(op)
-        v, group = c.tid % vectors, c.tid // vectors
-        rX = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
-        rS = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
-        rS.fill(0.0)
-        if group < groups and v < n:
-            for s in cutlass.range(group, parts, groups, unroll=4):
-                place = (s * d.mla_heads + head) * (d.kv_lora // 4) + first + v
-                cute.autovec_copy(cute.local_tile(ms.sums, (4,), (place,)), rX)
+        for k in cutlass.range_constexpr(turns):
+            s = group + k * groups
+            if mine and s < parts:
+                insist(sums + Int64(s) * (4 * d.mla_heads * d.kv_lora), rX[None, k], 4, op)
                 for e in cutlass.range_constexpr(4):
-                    rS[e] = rS[e] + rX[e] * sW[s]
+                    rS[e] = rS[e] + rX[e, k].bitcast(Float32) * sW[s]
         if group < groups:
             cute.autovec_copy(rS, cute.local_tile(sPart, (4,), (group * vectors + v,)))
         consumers(op)
@@ -455,34 +521,64 @@ def join(c: Ctx, ms: MlaSpace, cache: Cache, op: cutlass.Constexpr):
             total = Float32(0.0)
             for k in cutlass.range(groups, unroll=8):
                 total += sPart[k * vectors * 4 + i]
-            ms.lat[head * d.kv_lora + 4 * first + i] = total.to(BFloat16)
+            post(c, "lat", turn, head * d.kv_lora + 4 * first + i, total, op)
 
 
 @cute.jit
-def values(
-    c: Ctx, it: Int32, length: Int32, proj: cute.Tensor, ms: MlaSpace, op: cutlass.Constexpr
+def weights_of(
+    c: Ctx, head: Int32, parts: Int32, sW: cute.Tensor, turn: Int32, op: cutlass.Constexpr
 ):
-    """ms.out = bf(bf(lat W_UV[h]) * sg(gate)) of this CTA's rows of its head."""
+    """sW[s] = the weight of CTA s's sums of a head; by one warp."""
+    d = op.d
+    turns = -(-op.ctas // 32)
+    stats = box(c, "stats", turn, op) + Int64(head) * 8
+    rS = cute.make_rmem_tensor(cute.make_layout((2, turns)), Float32)
+    top = -Float32.inf
+    for k in cutlass.range_constexpr(turns):
+        s = c.lane + 32 * k
+        rS[0, k], rS[1, k] = -Float32.inf, Float32(0.0)
+        if s < parts:
+            rS[0, k] = peek_word(stats + Int64(s) * (8 * d.mla_heads))
+            rS[1, k] = peek_word(stats + Int64(s) * (8 * d.mla_heads) + 4)
+    for k in cutlass.range_constexpr(turns):
+        s = c.lane + 32 * k
+        if s < parts:
+            rS[0, k] = insist_word(stats + Int64(s) * (8 * d.mla_heads), rS[0, k], op)
+            rS[1, k] = insist_word(stats + Int64(s) * (8 * d.mla_heads) + 4, rS[1, k], op)
+        top = cute.arch.fmax(top, rS[0, k])
+    top = lanes_max(top)
+    total = Float32(0.0)
+    for k in cutlass.range_constexpr(turns):
+        if c.lane + 32 * k < parts:
+            rS[0, k] = cute.math.exp(rS[0, k] - top)
+            total += rS[0, k] * rS[1, k]
+    total = lanes_sum(total, 32)
+    for k in cutlass.range_constexpr(turns):
+        if c.lane + 32 * k < parts:
+            sW[c.lane + 32 * k] = rS[0, k] / total
+
+
+@cute.jit
+def values(c: Ctx, it: Int32, length: Int32, turn: Int32, op: cutlass.Constexpr):
+    """Box out = bf(bf(lat W_UV[h]) * sg(gate)) of this CTA's rows of its head."""
     d = op.d
     g = op.rows(d.kv_lora)
     head = c.cta // op.slices
     if head < d.mla_heads:
         first, n = share(d.v_dim, c.cta % op.slices, op.slices)
+        gates = box(c, "a", turn, op) + Int64(2 * (d.q_lora + d.kv_dim + head * d.v_dim + first))
+        bits = Uint32(0)
+        if c.tid < n:
+            bits = peek_half(gates + Int64(c.tid) * 2)
         rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-        pointer = cute.make_ptr(
-            BFloat16,
-            ms.lat.iterator.toint() + Int64(head * d.kv_lora * 2),
-            cute.AddressSpace.gmem,
-            assumed_align=16,
-        )
-        load_x(c, cute.make_tensor(pointer, cute.make_layout((d.kv_lora,))), rX, g)
+        load_mail(c, box(c, "lat", turn, op) + Int64(head * d.kv_lora) * 2, rX, g, op)
         it = drain(c, it, n, Int32(0), rX, g, op)
         consumers(op)
-        for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-            row = head * d.v_dim + first + i
-            gate = sigmoid(proj[d.q_lora + d.kv_dim + row].to(Float32))
-            y = round_bf16(gathered(c, i, g.width)) * gate
-            ms.out[row] = (y if length > 0 else Float32(0.0)).to(BFloat16)
+        if c.tid < n:
+            gate = sigmoid(insist_half(gates + Int64(c.tid) * 2, bits, op))
+            y = round_bf16(gathered(c, c.tid, g.width)) * gate
+            y = y if length > 0 else Float32(0.0)
+            post(c, "out", turn, head * d.v_dim + first + c.tid, y, op)
     return it
 
 
@@ -512,52 +608,67 @@ def orphan(c: Ctx, layer: Int32, cache: Cache, op: cutlass.Constexpr):
 def mla(
     c: Ctx,
     layer: Int32,
-    it: Int32,
-    edge: Int32,
+    number: Int32,
+    at_: tuple,
     rX: cute.Tensor,
     cache: Cache,
-    ws: tuple,
+    rO: cute.Tensor,
     op: cutlass.Constexpr,
 ):
-    """Up to the gated values, ms.out, which are complete at the edge waited for here."""
-    proj, ms = ws
+    """rO words [4, per]: this thread's columns of the gated values of MLA `number` of the launch."""
+    it, edge = at_
     d = op.d
+    turn = turn_of(c, number, MLAS)
+    timeline.mark(c.track, "a_proj", layer)
     first, n = share(d.a_proj_rows, c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rX, op.wide, op)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        proj[first + i] = gathered(c, i, op.wide.width).to(BFloat16)
-    arrive(c, op)
+        post(c, "a", turn, first + i, gathered(c, i, op.wide.width), op)
+    hint(c, op)
     edge += 1
-    wait(c, edge, op)
+    timeline.mark(c.track, "edge a", layer, kind="edge")
     g = op.rows(d.q_lora)
     rQ = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    normed(c, part_of(proj, 0, d.q_lora), field(c, layer, F["q_a_norm"], COUNT), rQ, g, op)
+    rUk = load_uk(c, layer, op)
+    rN = load_norm(c, field(c, layer, F["q_a_norm"], COUNT), g)
+    wait(c, edge, op, acquire=False, missing=op.missing)
+    timeline.mark(c.track, "q_b", layer)
+    a = box(c, "a", turn, op)
+    load_mail(c, a, rQ, g, op)
+    normalise(c, rQ, rN, g, op)
     first, n = share(d.mla_heads * (d.qk_nope + d.qk_rope), c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rQ, g, op)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        ms.q[first + i] = gathered(c, i, g.width).to(BFloat16)
-    arrive(c, op)
-    rUk = load_uk(c, layer, op)
-    new_row(c, layer, proj, op)
+        post(c, "q", turn, first + i, gathered(c, i, g.width), op)
+    timeline.mark(c.track, "absorb", layer)
+    load_head(c, turn, op)
+    absorb(c, rUk, turn, op)
+    hint(c, op)
     edge += 1
-    wait(c, edge, op)
-    absorb(c, rUk, ms, op)
-    arrive(c, op)
-    edge += 1
+    timeline.mark(c.track, "new row", layer)
+    physical = entry(c, c.cta, cache)
+    rNew = load_norm(c, field(c, layer, F["kv_a_norm"], COUNT), op.rows(d.kv_lora))
+    new_row(c, a, rNew, op)
+    consumers(op)
+    timeline.mark(c.track, "edge query", layer, kind="edge")
     orphan(c, layer, cache, op)
-    wait(c, edge, op)
-    it = attend(c, layer, it, cache, ms, op)
-    arrive(c, op)
+    wait(c, edge, op, acquire=False, missing=op.missing)
+    timeline.mark(c.track, "attend", layer)
+    it = attend(c, layer, it, cache, physical, turn, op)
+    hint(c, op)
     edge += 1
-    wait(c, edge, op)
-    join(c, ms, cache, op)
-    arrive(c, op)
+    timeline.mark(c.track, "edge sums", layer, kind="edge")
+    wait(c, edge, op, acquire=False, missing=op.missing)
+    timeline.mark(c.track, "join", layer)
+    join(c, turn, cache, op)
+    timeline.mark(c.track, "values", layer)
+    it = values(c, it, cache.length, turn, op)
+    hint(c, op)
     edge += 1
-    wait(c, edge, op)
-    it = values(c, it, cache.length, proj, ms, op)
-    arrive(c, op)
-    edge += 1
-    wait(c, edge, op)
+    timeline.mark(c.track, "edge out", layer, kind="edge")
+    wait(c, edge, op, acquire=False, missing=op.missing)
+    timeline.mark(c.track, "o_proj", layer)
+    load_mail(c, box(c, "out", turn, op), rO, op.rows(d.mla_dim), op)
     return it, edge

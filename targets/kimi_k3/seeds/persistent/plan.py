@@ -169,6 +169,9 @@ class Op:
     tiled: weights pass in packed tiles (`tensor`), for one token to eight, else in whole rows for one. in_flight: how
     many stages may be on their way at once, 0 for the whole ring. direct: who needs values of other CTAs waits for them
     alone: 1 within an instance, 2 from one to the next too, whose edge is passed only before boxes are used again.
+    jitter: delays of up to so many ns (a power of two) before some arrivals, to look for hangs; 0 but in soaks.
+    missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. apart:
+    experts are chosen by a warp of its own.
     """
 
     d: object
@@ -180,6 +183,9 @@ class Op:
     tiled: bool = False
     in_flight: int = 0
     direct: int = 0
+    jitter: int = 0
+    missing: int = 0
+    apart: bool = False
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0
@@ -223,6 +229,22 @@ class Op:
         return max(1, min(self.d.topk, self.stage // piece))
 
     @property
+    def down_parts(self):
+        """Pieces of 128 columns in a row of w2."""
+        return -(-self.d.expert_dim // 128)
+
+    @property
+    def up_warps(self):
+        """Warps that share the columns of w1 and w3, 128 at a time."""
+        chunks = self.d.latent // 128
+        return max(a for a in range(1, self.warps + 1) if chunks % a == 0)
+
+    @property
+    def up_chunks(self):
+        """Times 128 columns that a warp has."""
+        return self.d.latent // 128 // self.up_warps
+
+    @property
     def slices(self):
         """CTAs to a head of KDA, and of MLA."""
         return max(1, self.ctas // max(self.d.kda_heads, self.d.mla_heads))
@@ -240,6 +262,13 @@ class Op:
             wanted += [("proj", 2, 4 * d.kda_dim + d.f_rank + d.kda_heads), ("o", 4, d.kda_dim)]
         if "K" in d.attn and self.tiled:
             wanted.append(("sq", 4, d.kda_heads * self.slices * -(-self.state_rows // 4)))
+        if "M" in d.attn:
+            h = d.mla_heads
+            wanted += [
+                ("a", 2, d.a_proj_rows), ("q", 2, h * (d.qk_nope + d.qk_rope)), ("query", 2, h * d.kv_dim),
+                ("stats", 4, self.ctas * h * 2), ("sums", 4, self.ctas * h * d.kv_lora), ("lat", 2, h * d.kv_lora),
+                ("out", 2, d.mla_dim),
+            ]  # fmt: skip
         if "E" in d.ffn:
             wanted += [
                 ("logits", 4, d.router_rows), ("latent", 2, d.latent_rows), ("hs", 2, d.shared_dim),
@@ -293,9 +322,9 @@ class Op:
         d = self.d
         kda = 4 * 4 * d.head_dim
         choice = 4 * 36 + 8 * d.experts
-        down = 2 * d.topk * d.expert_dim + 4 * d.topk * self.down_rows
+        down = 2 * d.topk * d.expert_dim + 4 * d.topk * self.down_parts * self.down_rows
         columns = most(d.kv_lora // 8, self.slices)
-        absorb = self.new_bytes + 32 * (self.threads // columns) * columns
+        absorb = self.new_bytes + self.head_bytes + 32 * (self.threads // columns) * columns
         attend = self.new_bytes + 4 * d.mla_heads * self.query_words + 32 * (d.page + 8) + 192
         columns = most(d.kv_lora // 4, self.slices)
         join = 4 * self.ctas + 16 + 16 * (self.threads // columns) * columns
@@ -310,6 +339,31 @@ class Op:
     def new_bytes(self):
         """The new token's cache row, first in the pool while MLA needs it."""
         return -(-2 * self.d.kv_dim // 128) * 128
+
+    @property
+    def reductions(self):
+        """Sums over a CTA that are open at a time: of AttnRes, two a source and one more."""
+        return 2 * self.d.bank_rows + 4
+
+    @property
+    def bank_kept(self):
+        """Whether the bank's rows stay in shared memory: few do."""
+        return self.apart and 2 * self.d.bank_rows * self.d.hidden <= 32768
+
+    @property
+    def kept_words(self):
+        """Words of the prefix and of the bank that stay in shared memory, each thread's for itself."""
+        rows = 1 + (self.d.bank_rows if self.bank_kept else 0)
+        return rows * self.kept_row if self.apart else 0
+
+    @property
+    def kept_row(self):
+        return 4 * self.wide.per * self.threads
+
+    @property
+    def head_bytes(self):
+        """The query of a head before W_UK, behind the new row."""
+        return -(-2 * (self.d.qk_nope + self.d.qk_rope) // 128) * 128
 
     @property
     def cache_rows(self):

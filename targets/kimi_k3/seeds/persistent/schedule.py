@@ -2,12 +2,15 @@
 
 Why it cannot hang, in words: every CTA arrives at edge e of a line before it waits for it, and waits in one order that
 all share, so the slowest CTA never waits for itself. A producer waits for a free stage, which the consumers of its own
-CTA give back in order without waiting for anything behind it in the list, and for the routing, which they publish
-before they take the first stage of an expert. `simulate` runs exactly these rules for all CTAs and says who stands
-still if one does.
+CTA give back in order without waiting for anything behind it in the list, and for the routing. That comes from a warp
+which waits for the logits of all CTAs and for nothing else, and consumers post theirs before they take the first stage
+of an expert. `simulate` runs exactly these rules for all CTAs and says who stands still if one does.
 
-Boxes add nothing to this: who looks into one waits for an element whose owner posts it before it arrives (or hints) at
-the edge that was waited for, and posting waits for nobody.
+Boxes behind an edge add nothing to this: who looks into one waits for an element whose owner posts it before it
+arrives (or hints) at the edge that was waited for, and posting waits for nobody. Four boxes are looked into without
+an edge of their own ("look"): a head's query and latent sum in MLA, the FFN's latent and the shared expert's hidden
+vector. Their
+owners post them before they look themselves, and behind the same waits that the one who looks has passed.
 
 The lists are written down here a second time, beside the kernel's loops; the cpu device runs the kernel itself.
 """
@@ -22,8 +25,8 @@ from targets.kimi_k3.seeds.persistent.plan import CodeRows, Op, Rows, share
 from targets.kimi_k3.seeds.persistent.tile_plan import TileOp
 
 Event = tuple[Any, ...]
-"""Consumers: ("take", label), ("hold", labels), ("arrive", line), ("wait", line, edge), ("route",); the
-lines are those of `device`, ALL and ROUTE.
+"""Consumers: ("take", label), ("hold", labels), ("arrive", line), ("wait", line, edge), ("route",), ("chosen", turn),
+("post", box, layer), ("look", box, layer, CTAs that post there); the lines are those of `device`, ALL and ROUTE.
 Producer: ("stage", label, bytes), ("routed", turn). A label is (matrix, layer, first row, rows)."""
 
 
@@ -33,11 +36,12 @@ class Lists:
 
     produce: list[Event] = field(default_factory=list)
     consume: list[Event] = field(default_factory=list)
+    apart: bool = False  # a warp of its own chooses experts; else consumers do, at ("route",)
 
 
 def lists(op: Op, cta: int, length: int) -> Lists:
     """Both lists of a CTA for a launch over a context of `length` tokens (the new one counted)."""
-    out = Lists()
+    out = Lists(apart=True)
     edge, routed = 0, 0
     for n, (attn, ffn) in enumerate(zip(op.d.attn, op.d.ffn, strict=True)):
         if n > 0:
@@ -83,9 +87,13 @@ def _mla(op: Op, cta: int, n: int, out: Lists, edge: int, length: int) -> int:
     d = op.d
     _rows(out, "a_proj", n, op.wide, share(d.a_proj_rows, cta, op.ctas))
     edge = _edge(out, edge)
-    heads = d.mla_heads * (d.qk_nope + d.qk_rope)
+    each = d.qk_nope + d.qk_rope
+    heads = d.mla_heads * each
     _rows(out, "q_b", n, op.rows(d.q_lora), share(heads, cta, op.ctas))
-    edge = _edge(out, edge)
+    head, part = cta // op.slices, cta % op.slices
+    out.consume.append(("post", "q", n))
+    if head < d.mla_heads:
+        out.consume.append(("look", "q", n, _owners(op, heads, head * each, each)))
     edge = _edge(out, edge)
     for page in range(cta, -(-length // d.page), op.ctas):
         held = []
@@ -96,14 +104,23 @@ def _mla(op: Op, cta: int, n: int, out: Lists, edge: int, length: int) -> int:
             held.append(label)
         out.consume.append(("hold", tuple(held)))
     edge = _edge(out, edge)
-    edge = _edge(out, edge)
-    head, part = cta // op.slices, cta % op.slices
+    out.consume.append(("post", "lat", n))
     if head < d.mla_heads:
+        first = head * op.slices
+        out.consume.append(("look", "lat", n, tuple(range(first, first + op.slices))))
         first, rows = share(d.v_dim, part, op.slices)
         _rows(out, "w_uv", n, op.rows(d.kv_lora), (head * d.v_dim + first, rows))
     edge = _edge(out, edge)
     _rows(out, "o_proj", n, op.rows(d.mla_dim), share(d.hidden, cta, op.ctas))
     return edge
+
+
+def _owners(op: Op, rows: int, first: int, n: int) -> tuple[int, ...]:
+    """CTAs that have some of the rows first .. first + n - 1 of `rows`."""
+    spans = [share(rows, cta, op.ctas) for cta in range(op.ctas)]
+    return tuple(
+        cta for cta, (at, many) in enumerate(spans) if at < first + n and first < at + many
+    )
 
 
 def _dense(op: Op, cta: int, n: int, out: Lists, edge: int) -> int:
@@ -117,23 +134,25 @@ def _dense(op: Op, cta: int, n: int, out: Lists, edge: int) -> int:
 
 def _moe(op: Op, cta: int, n: int, out: Lists, edge: int, routed: int) -> int:
     d = op.d
-    _rows(out, "router", n, op.wide, share(d.router_rows, cta, op.ctas))
-    out.consume.append(("arrive", "route"))
-    _rows(out, "latent_down", n, op.wide, share(d.latent_rows, cta, op.ctas))
+    # router and latent as one matrix: rows of a CTA follow those of the CTAs before it
+    first = sum(share(rows, cta, op.ctas)[0] for rows in (d.router_rows, d.latent_rows))
+    count = sum(share(rows, cta, op.ctas)[1] for rows in (d.router_rows, d.latent_rows))
+    _rows(out, "front", n, op.wide, (first, count))
+    out.consume += [("post", "latent", n), ("arrive", "route")]
     pair = op.rows(d.hidden, pair=True)
     _rows(out, "shared_gate_up", n, pair, share(d.shared_dim, cta, op.ctas))
-    out.consume += [("arrive", "all"), ("wait", "route", routed + 1), ("route",)]
-    edge += 1
-    out.consume.append(("wait", "all", edge))
-    down = op.rows(d.shared_dim)
-    _rows(out, "shared_down", n, down, share(d.hidden_local, cta, op.ctas))
-    first, rows = share(d.hidden - d.hidden_local, cta, op.ctas)
-    _rows(out, "shared_down", n, down, (d.hidden_local + first, rows))
+    out.consume += [("post", "hs", n), ("look", "latent", n, tuple(range(op.ctas)))]
     out.produce.append(("routed", routed))
     for label, size in _experts_up(op, cta, n):
         out.produce.append(("stage", label, size))
         out.consume.append(("take", label))
-    edge = _edge(out, edge)
+    out.consume += [("arrive", "all"), ("look", "hs", n, tuple(range(op.ctas)))]
+    down = op.rows(d.shared_dim)
+    _rows(out, "shared_down", n, down, share(d.hidden_local, cta, op.ctas))
+    first, rows = share(d.hidden - d.hidden_local, cta, op.ctas)
+    _rows(out, "shared_down", n, down, (d.hidden_local + first, rows))
+    edge += 1
+    out.consume += [("wait", "all", edge), ("chosen", routed)]
     for label, size in _experts_down(op, cta, n):
         out.produce.append(("stage", label, size))
         out.consume.append(("take", label))
@@ -186,15 +205,17 @@ class _Cta:
 def simulate(op: Op | TileOp, programs: Sequence[Lists]) -> str:
     """Empty if every CTA ends; else the first thing found: a list out of order, a stage too large, who stands still."""
     ctas = [_Cta(x) for x in programs]
-    moved = True
+    moved, posted = True, set[Event]()
     while moved:
         moved = False
         arrivals = {line: min(c.arrived[line] for c in ctas) for line in ("all", "route")}
+        for c in ctas:
+            c.routes = arrivals["route"] if c.lists.apart else c.routes
         for number, c in enumerate(ctas):
             while _produce(op, c):
                 moved = True
             try:
-                while _consume(c, arrivals):
+                while _consume(c, number, arrivals, posted):
                     moved = True
             except ValueError as error:
                 return f"CTA {number}: {error}"
@@ -228,11 +249,16 @@ def _produce(op: Op | TileOp, c: _Cta) -> bool:
     return True
 
 
-def _consume(c: _Cta, arrivals: dict[str, int]) -> bool:
+def _consume(c: _Cta, number: int, arrivals: dict[str, int], posted: set[Event]) -> bool:
+    """One event of CTA `number`, if it can go on. posted: (box, layer, CTA)."""
     if c.c == len(c.lists.consume):
         return False
     event = c.lists.consume[c.c]
     if event[0] == "wait" and arrivals[event[1]] < event[2]:
+        return False
+    if event[0] == "chosen" and c.routes <= event[1]:
+        return False
+    if event[0] == "look" and any((*event[1:3], owner) not in posted for owner in event[3]):
         return False
     if event[0] in ("take", "hold"):
         labels = [event[1]] if event[0] == "take" else list(event[1])
@@ -246,6 +272,8 @@ def _consume(c: _Cta, arrivals: dict[str, int]) -> bool:
         c.arrived[event[1]] += 1
     elif event[0] == "route":
         c.routes += 1
+    elif event[0] == "post":
+        posted.add((*event[1:3], number))
     c.c += 1
     return True
 

@@ -37,13 +37,17 @@ def open_cta(
     bars = smem(Int64, (2 * op.stages + 1,), (1,)).iterator
     c = Ctx(
         tid, warp, tid % 32, cta, ring, bars, bars + op.stages, bars + 2 * op.stages,
-        smem(Float32, (op.part_rows * STRIDE,), (1,)), smem(Float32, ((2 * d.bank_rows + 4) * STRIDE,), (1,)),
+        smem(Float32, (op.part_rows * STRIDE,), (1,)), smem(Float32, (op.reductions * STRIDE,), (1,)),
         smem(Int64, (d.layers * COUNT,), (1,)), smem(Int32, (d.topk,), (1,)), smem(Float32, (d.topk,), (1,)),
         smem(Float32, (-(-d.hidden_local // op.ctas),), (1,)), smem(Uint32, (op.pool // 4,), (1,)),
-        mSync.iterator, tuple(mSync[96 + k] for k in range(5)),
+        mSync.iterator, smem(Int32, (8,), (1,)),
         Int64(0) if cutlass.const_expr(mMail is None) else mMail.iterator.toint(),
         timeline.track(phases, cta, tid == 0), timeline.track(phases, op.ctas + cta, tid == op.threads),
+        smem(Int32, (2 * d.experts,), (1,)) if cutlass.const_expr(op.apart) else None,
+        smem(Uint32, (op.kept_words,), (1,)) if cutlass.const_expr(op.kept_words > 0) else None,
     )  # fmt: skip
+    if tid < 8:
+        c.base[tid] = mSync[96 + tid]
     if tid == 0:
         for s in cutlass.range_constexpr(op.stages):
             cute.arch.mbarrier_init(c.full + s, 1)

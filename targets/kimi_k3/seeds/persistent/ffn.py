@@ -1,0 +1,172 @@
+"""The FFN with experts in the decode step: its pieces are those of `moe`, its order covers what the chain waits for.
+
+The latent goes with the router's logits, and the shared expert's first half after them: meanwhile a warp of its own
+chooses experts (`route`), and the ring still has rows to bring. The shared expert's second half comes after the
+experts' first, so that h travels meanwhile. Who needs the latent or the shared expert's hidden vector looks into its
+box, without an edge: both were posted some microseconds before.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from kernelgen import timeline
+
+from targets.kimi_k3.seeds.persistent.device import (
+    ROUTE,
+    Ctx,
+    bulk,
+    consumers,
+    drain_wide,
+    field,
+    fill,
+    fill_pairs,
+    gathered,
+    hint,
+    post,
+    stage_free,
+    turn_of,
+    wait,
+)
+from targets.kimi_k3.seeds.persistent.experts import pairs_up, pieces_down
+from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.moe import shared_down, up_projection
+from targets.kimi_k3.seeds.persistent.moe_fill import fill_down, fill_up
+from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.vectors import load_norm, situ_pair
+
+# ---- producer
+
+
+@cute.jit
+def fill_two(c: Ctx, it: Int32, one: tuple, two: tuple, op: cutlass.Constexpr):
+    """Stages of the rows of two matrices of `hidden` columns, those of the second behind those of the first; each =
+    (address, rows)."""
+    g = op.wide
+    for first in cutlass.range(0, one[1] + two[1], g.chunk, unroll=1):
+        slot = stage_free(c, it, op)
+        left = one[1] + two[1] - first
+        n = left if left < g.chunk else Int32(g.chunk)
+        a = one[1] - first if one[1] > first else Int32(0)
+        a = a if a < n else n
+        cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, n * g.row_bytes)
+        if a > 0:
+            bulk(c, slot, Int32(0), one[0] + Int64(first) * g.row_bytes, a * g.row_bytes, op)
+        if n > a:
+            source = two[0] + Int64(first + a - one[1]) * g.row_bytes
+            bulk(c, slot, a * g.row_bytes, source, (n - a) * g.row_bytes, op)
+        it += 1
+    return it
+
+
+@cute.jit
+def fill_first(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
+    """Router and latent, gate and up: what is known before the choice."""
+    d = op.d
+    row = op.wide.row_bytes
+    first, n = share(d.router_rows, c.cta, op.ctas)
+    router = (field(c, layer, F["router"], COUNT) + Int64(first) * row, Int32(n))
+    first, n = share(d.latent_rows, c.cta, op.ctas)
+    latent = (field(c, layer, F["latent_down"], COUNT) + Int64(first) * row, Int32(n))
+    it = fill_two(c, it, router, latent, op)
+    g = op.rows(d.hidden, pair=True)
+    first, n = share(d.shared_dim, c.cta, op.ctas)
+    source = field(c, layer, F["shared_gate_up"], COUNT) + Int64(first) * g.row_bytes
+    return fill_pairs(c, it, source, Int64(d.shared_dim * g.row_bytes), n, g, op)
+
+
+@cute.jit
+def fill_shared(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
+    d = op.d
+    g = op.rows(d.shared_dim)
+    shared = field(c, layer, F["shared_down"], COUNT)
+    first, n = share(d.hidden_local, c.cta, op.ctas)
+    it = fill(c, it, shared + Int64(first) * g.row_bytes, n, g, op)
+    if cutlass.const_expr(d.hidden > d.hidden_local):
+        first, n = share(d.hidden - d.hidden_local, c.cta, op.ctas)
+        it = fill(c, it, shared + Int64(d.hidden_local + first) * g.row_bytes, n, g, op)
+    return it
+
+
+@cute.jit
+def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Constexpr):
+    """All of one FFN; waits for the routing, number `routing` of the launch, before the routed experts."""
+    d = op.d
+    timeline.mark(c.brought, "bring front", layer)
+    it = fill_first(c, layer, it, op)
+    timeline.mark(c.brought, "routing", layer, kind="wait")
+    cute.arch.mbarrier_wait(c.routed, routing & 1)
+    timeline.mark(c.brought, "bring experts", layer)
+    it = fill_up(c, layer, it, op)
+    it = fill_shared(c, layer, it, op)
+    it = fill_down(c, layer, it, op)
+    g = op.rows(d.latent)
+    first, n = share(d.hidden_local, c.cta, op.ctas)
+    source = field(c, layer, F["latent_up"], COUNT) + Int64(first) * g.row_bytes
+    return fill(c, it, source, n, g, op)
+
+
+# ---- consumers
+
+
+@cute.jit
+def post_front(c: Ctx, pairs: Boolean, turn: Int32, op: cutlass.Constexpr):
+    """This CTA's logits and latent, or its elements of the shared expert's hidden vector."""
+    d, width = op.d, op.wide.width
+    first_r, n_r = share(d.router_rows, c.cta, op.ctas)
+    first_l, n_l = share(d.latent_rows, c.cta, op.ctas)
+    first_s, n_s = share(d.shared_dim, c.cta, op.ctas)
+    n = n_s if pairs else n_r + n_l
+    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
+        if pairs:
+            post(c, "hs", turn, first_s + i, situ_pair(c, 2 * i, width), op)
+        else:
+            x = gathered(c, i, width)
+            if i < n_r:
+                post(c, "logits", turn, first_r + i, x, op)
+            else:
+                post(c, "latent", turn, first_l + i - n_r, x, op)
+
+
+@cute.jit
+def ffn(
+    c: Ctx,
+    layer: Int32,
+    number: Int32,
+    at_: tuple,
+    rX: cute.Tensor,
+    op: cutlass.Constexpr,
+):
+    """The FFN of a layer with experts, number `number` of the launch; delta is posted, not yet hinted at."""
+    it, edge = at_
+    turn = turn_of(c, number)
+    _, n_r = share(op.d.router_rows, c.cta, op.ctas)
+    _, n_l = share(op.d.latent_rows, c.cta, op.ctas)
+    _, n_s = share(op.d.shared_dim, c.cta, op.ctas)
+    for part in cutlass.range(2, unroll=1):
+        timeline.mark(c.track, "front", layer)
+        it = drain_wide(c, it, n_s if part == 1 else n_r + n_l, part == 1, Int32(0), rX, op)
+        consumers(op)
+        post_front(c, part == 1, turn, op)
+        if part == 0:
+            hint(c, op, ROUTE)
+        else:
+            consumers(op)
+    timeline.mark(c.track, "experts up", layer)
+    it = pairs_up(c, layer, turn, it, op)
+    hint(c, op)
+    timeline.mark(c.track, "shared down", layer)
+    it = shared_down(c, layer, turn, it, op)
+    edge += 1
+    timeline.mark(c.track, "edge h", layer, kind="edge")
+    wait(c, edge, op, acquire=False, missing=op.missing)
+    timeline.mark(c.track, "experts down", layer)
+    cute.arch.mbarrier_wait(c.routed, number & 1)
+    it = pieces_down(c, layer, turn, it, op)
+    hint(c, op)
+    edge += 1
+    timeline.mark(c.track, "edge z", layer, kind="edge")
+    rN = load_norm(c, field(c, layer, F["latent_norm"], COUNT), op.rows(op.d.latent))
+    wait(c, edge, op, acquire=False, missing=op.missing)
+    timeline.mark(c.track, "up projection", layer)
+    it = up_projection(c, rN, turn, it, None, op)
+    return it, edge
