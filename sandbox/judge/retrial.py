@@ -18,7 +18,7 @@ from sandbox.judge.rig import Rig
 from sandbox.verdict import Failure
 
 MEMORY_SHARE = 4
-UNCHECKED = "timed steps once more as in the trial: not enough memory for a second copy"
+UNCHECKED = "timed steps once more as in the trial: several ranks, or no memory for a second copy"
 
 
 @dataclass
@@ -33,6 +33,8 @@ class Retrial:
 
     @property
     def possible(self) -> bool:
+        if self.rig.case.ranks > 1:  # not tried yet on two GPUs
+            return False
         total = sum(b.nbytes for b in self.rig.artifact.buffers)
         return total <= self.rig.device.facts().memory_bytes // MEMORY_SHARE
 
