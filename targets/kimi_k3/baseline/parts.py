@@ -23,8 +23,6 @@ from targets.kimi_k3.sizes import EPS
 Launch = Callable[[], None]
 PDL = True
 """Join launches by programmatic dependent launch, where the device has it."""
-FETCH = 16 << 20
-"""Bytes of weights that a small launch asks into L2 for the next one: about what memory gives while it runs."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,7 @@ class Maker:
         if device.type == "cuda":
             self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.mp = 1 if self.m == 1 else max(16, power(self.m))
+        self.style = tiles.style(self.mp)
         self._made: dict[str, Tensor] = {}
         self._decided: dict[str, str] = {}
         self.shelf = libraries.Shelf(libraries.graph_us)
@@ -116,11 +115,12 @@ class Maker:
         return tiles.fixed(place, self.mp)
 
     def ahead(self, weights: Tensor | None, like: Tensor) -> Ahead:
-        """Up to about FETCH bytes of `weights` for the launch before; nothing where launches do not overlap."""
-        if weights is None or not self.pdl or not FETCH:
+        """A style's worth of `weights` for the launch before; nothing where launches do not overlap."""
+        fetch = self.style.fetch
+        if weights is None or not self.pdl or not fetch:
             return Ahead(like, 0, 1)
         size = weights.numel() * weights.element_size()
-        stride = max(1, round(size / FETCH))
+        stride = max(1, round(size / fetch))
         return Ahead(weights, size // (4096 * stride), stride)
 
     def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -218,7 +218,7 @@ class Maker:
             rows.attn_res_kernel, (self.m + ahead.programs(t),), args, t, **ahead.constants(t), H=hidden,
             BLOCK=power(hidden), OLD=banks.count_old, NEW=1 if banks.new is None else banks.new.shape[1],
             SOURCES=s.sources, ROW=s.row, ADD=s.delta is not None, CLOSING=s.closing,
-            EARLY=s.early,
+            EARLY=s.early, OPEN=self.style.open,
         )  # fmt: skip
 
     def kda(self, layer: Layer, slots: Tensor, x: Tensor, out: Tensor) -> list[Launch]:
@@ -233,7 +233,7 @@ class Maker:
         )  # fmt: skip
         core = self.launch(
             kda.kda_kernel, (s.kda_heads + ahead.programs(t), self.m), args, t, **ahead.constants(t),
-            HEADS=s.kda_heads, W=s.head_dim, RANK=s.f_rank,
+            HEADS=s.kda_heads, W=s.head_dim, RANK=s.f_rank, OPEN=self.style.open,
         )  # fmt: skip
         core = self._recurrent(layer, (y, slots, o), core)
         last = self.reduced("o_proj", (o, w["o_proj"], out), layer.remote.get("attn"))
@@ -302,12 +302,13 @@ class Maker:
             mla.attention_kernel, (splits, m),
             (query, kv, paging["block_table"], paging["lengths"], sums, stats, (s.qk_nope + s.qk_rope) ** -0.5),
             self.fixed("attention"), **sizes, HP=max(16, power(heads)), ROPE=s.qk_rope, PAGE=s.page,
-            PAGES=p.pages_per_request, SPLITS=splits,
+            PAGES=p.pages_per_request, SPLITS=splits, OPEN=self.style.open,
         )  # fmt: skip
         third = self.launch(
             mla.join_kernel, (heads * s.v_dim // bv, m),
             (sums, stats, w["w_uv"], a, a.stride(0), s.q_lora + s.kv_dim, paging["lengths"], o), end,
             **sizes, V=s.v_dim, BV=bv, SPLITS=splits, SP=power(splits), BS=min(end.bk, power(splits)),
+            OPEN=self.style.open,
         )  # fmt: skip
         return [first, second, third]
 
@@ -381,7 +382,7 @@ class Maker:
         return self.launch(
             rows.rank_kernel, (places + ahead.programs(t), self.m), args, t, **ahead.constants(t), EXPERTS=s.experts,
             OWN=logits.shape[1], BLOCK=power(s.experts), BE=t.bn, BO=min(t.bk, power(s.experts)), TOPK=s.topk,
-            PLACES=places,
+            PLACES=places, OPEN=self.style.open,
         )  # fmt: skip
 
     def _middle(

@@ -26,6 +26,24 @@ BLAS = Tile(0, 0, kind="cublaslt")
 MEASURED: dict[tuple[str, int], Tile] = {}
 """(place, padded rows) -> tile that was faster in the whole step than the rule's; empty so far."""
 
+
+@dataclass(frozen=True)
+class Style:
+    """How launches overlap. `fetch`: bytes of weights that a short launch asks into L2 for the next one, about what
+    memory gives while it runs; `open`: it lets the next one start before it waits."""
+
+    fetch: int = 16 << 20
+    open: bool = True
+
+
+STYLES: dict[int, Style] = {}
+"""Padded rows -> what was fastest in the whole step, where it is not the default."""
+
+
+def style(mp: int) -> Style:
+    return STYLES.get(mp, Style())
+
+
 FIXED = {
     "attn_res": Tile(1, 1, 16),
     "select": Tile(1, 1, 4),

@@ -20,14 +20,19 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
-def begin_open(PDL: tl.constexpr):
-    """The next launch starts at once: for short kernels, before a launch that reads nothing but weights until it may.
+def begin_open(PDL: tl.constexpr, OPEN: tl.constexpr):
+    """`begin`; with OPEN the next launch starts at once: for short kernels, before a launch that reads nothing but
+    weights until it may.
 
     That launch has to use `begin`, so that what comes after it can count on all before its direct predecessor again.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if OPEN:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        else:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def moved_on(taps, channel, x, live, D3: tl.constexpr):
 def kda_kernel(
     y, y_stride, f_b, conv, rate, dt_bias, o_norm, taps, states, slots, out, eps, ahead,
     HEADS: tl.constexpr, W: tl.constexpr, RANK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr,
-    LANES: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, OPEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y bf16 [M, q | k | v | g | f_a | b]; taps bf16 [slots, 3, 3 D], states f32 [slots, HEADS, V, K], W wide;
     rate f32 = exp(A_log). out bf16 [M, D]; a slot <= 0 gets zeros and keeps its state. Grid (HEADS, M), with
@@ -68,7 +68,7 @@ def kda_kernel(
     slope = tl.load(rate + h)
     bias = tl.load(dt_bias + c)
     scale = tl.load(o_norm + i).to(tl.float32)
-    begin_open(PDL)
+    begin_open(PDL, OPEN)
     y += m * y_stride
     xq = tl.load(y + c)
     xk = tl.load(y + D + c)

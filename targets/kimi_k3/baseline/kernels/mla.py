@@ -55,7 +55,7 @@ def query_kernel(
 def attention_kernel(
     query, kv, table, lengths, sums, stats, scale,
     HEADS: tl.constexpr, HP: tl.constexpr, LORA: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
-    PAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    PAGES: tl.constexpr, SPLITS: tl.constexpr, OPEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """This split's share of the pages: sums f32 [M, SPLITS, HEADS, LORA] of exp(s - max) c, stats f32 [.., 2].
 
@@ -68,7 +68,7 @@ def attention_kernel(
     r = tl.arange(0, ROPE)
     t = tl.arange(0, PAGE)
     there = (h < HEADS)[:, None]
-    begin_open(PDL)
+    begin_open(PDL, OPEN)
     length = tl.load(lengths + m)
     at = query + (m * HEADS + h)[:, None] * WIDTH
     ql = tl.load(at + c[None, :], mask=there, other=0.0)
@@ -101,7 +101,7 @@ def attention_kernel(
 def join_kernel(
     sums, stats, w_uv, a, a_stride, gate_at, lengths, out,
     HEADS: tl.constexpr, LORA: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr,
-    SP: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr,
+    SP: tl.constexpr, BS: tl.constexpr, OPEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out bf16 [M, HEADS, V] = bf(bf(lat W_UV^T) * sg(gate)), lat = bf of the joined splits; zero for length 0.
 
@@ -111,7 +111,7 @@ def join_kernel(
     v = tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV)
     c = tl.arange(0, LORA)
     w = tl.load(w_uv + (h * V + v)[:, None] * LORA + c[None, :])
-    begin_open(PDL)
+    begin_open(PDL, OPEN)
     s = tl.arange(0, SP)
     at = stats + ((m * SPLITS + s) * HEADS + h) * 2
     top = tl.max(tl.load(at, mask=s < SPLITS, other=-1e30), 0)

@@ -38,7 +38,7 @@ def attn_res_kernel(
     prefix, delta, prefix_out, old, new, mix, norm, out, eps, ahead, M,
     H: tl.constexpr, BLOCK: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, SOURCES: tl.constexpr,
     ROW: tl.constexpr, ADD: tl.constexpr, CLOSING: tl.constexpr, EARLY: tl.constexpr, CHUNKS: tl.constexpr,
-    STRIDE: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    STRIDE: tl.constexpr, LANES: tl.constexpr, OPEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """P = bf(prefix + delta) with ADD, else prefix; stored, and to row ROW of the new bank rows if it is >= 0.
 
@@ -62,7 +62,7 @@ def attn_res_kernel(
         best, total, mixed = absorb_bank(
             best, total, mixed, old, new, m, weight, eps, H, BLOCK, OLD, NEW, SOURCES
         )
-    begin_open(PDL)
+    begin_open(PDL, OPEN)
     p = tl.load(prefix + m * H + c, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         p = bf(p + tl.load(delta + m * H + c, mask=mask, other=0.0).to(tl.float32))
@@ -131,7 +131,7 @@ def rank_kernel(
     logits, remote, bias, ids, scores, ahead,
     EXPERTS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, BE: tl.constexpr, BO: tl.constexpr,
     TOPK: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr,
-    PDL: tl.constexpr,
+    OPEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `select_kernel`, by counting for BE experts how many come before each; scores f32 [M, TOPK] are sg(logit).
 
@@ -146,7 +146,7 @@ def rank_kernel(
             return
     e = pid * BE + tl.arange(0, BE)
     offset = tl.load(bias + e, mask=e < EXPERTS, other=0.0)
-    begin_open(PDL)
+    begin_open(PDL, OPEN)
     s, key = expert_key(logits, remote, m, e, offset, EXPERTS, OWN, BLOCK)
     before = tl.zeros([BE, BO], dtype=tl.int32)
     for first in tl.static_range(0, BLOCK, BO):
