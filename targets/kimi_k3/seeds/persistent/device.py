@@ -559,45 +559,30 @@ def drain(
     g: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """part[base + row, warp of the row] for `rows` rows (pairs: 2 row is gate, 2 row + 1 up); rX words [4, per].
-
-    Where a stage has them, a warp has two couples of rows in hand: what a couple takes is latency.
-    """
+    """part[base + row, warp of the row] for `rows` rows (pairs: 2 row is gate, 2 row + 1 up); rX words [4, per]."""
     halves = 2 if g.pair else 1
-    hands = 2 if g.per == 1 and halves * g.chunk >= 4 * g.passes else 1
-    rC = cute.make_rmem_tensor(cute.make_layout((4, hands)), Float32)
-    rA = cute.make_rmem_tensor(cute.make_layout((4, g.per, hands)), Uint32)
-    rB = cute.make_rmem_tensor(cute.make_layout((4, g.per, hands)), Uint32)
-    rS = cute.make_rmem_tensor(cute.make_layout((hands,)), Float32)
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rB = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     for first in cutlass.range(0, rows, g.chunk, unroll=1):
         slot = stage_full(c, it, op)
         n = rows - first if rows - first < g.chunk else Int32(g.chunk)
         if c.warp < g.width * g.passes:
-            for i in cutlass.range(
-                2 * (c.warp // g.width), halves * n, 2 * hands * g.passes, unroll=1
-            ):
-                for h in cutlass.range_constexpr(hands):
-                    j = i + 2 * h * g.passes
-                    if cutlass.const_expr(hands > 1):
-                        j = j if j < halves * n else i
-                    a, b = j, j + 1
-                    if cutlass.const_expr(g.pair):
-                        a, b = j // 2, g.chunk + j // 2
-                    else:
-                        b = j + 1 if j + 1 < n else j
-                    load_row(c, slot * (op.stage // 16) + a * g.vecs, rA[None, None, h], g)
-                    load_row(c, slot * (op.stage // 16) + b * g.vecs, rB[None, None, h], g)
+            for i in cutlass.range(2 * (c.warp // g.width), halves * n, 2 * g.passes, unroll=1):
+                a, b = i, i + 1
+                if cutlass.const_expr(g.pair):
+                    a, b = i // 2, g.chunk + i // 2
+                else:
+                    b = i + 1 if i + 1 < n else i
+                load_row(c, slot * (op.stage // 16) + a * g.vecs, rA, g)
+                load_row(c, slot * (op.stage // 16) + b * g.vecs, rB, g)
                 rC.fill(0.0)
-                for h in cutlass.range_constexpr(hands):
-                    for v in cutlass.range_constexpr(g.per):
-                        mma_rows(rC[None, h], rA[None, v, h], rB[None, v, h], rX[None, v])
-                for h in cutlass.range_constexpr(hands):
-                    x, y = diagonal(c, rC[None, h])
-                    rS[h] = diagonal_sum(x, y)
-                for h in cutlass.range_constexpr(hands):
-                    j = i + 2 * h * g.passes + c.lane
-                    if c.lane < 2 and j < halves * n:
-                        c.part[(base + halves * first + j) * STRIDE + c.warp % g.width] = rS[h]
+                for v in cutlass.range_constexpr(g.per):
+                    mma_rows(rC, rA[None, v], rB[None, v], rX[None, v])
+                x, y = diagonal(c, rC)
+                sum = diagonal_sum(x, y)
+                if c.lane < 2 and i + c.lane < halves * n:
+                    c.part[(base + halves * first + i + c.lane) * STRIDE + c.warp % g.width] = sum
         stage_done(c, slot)
         it += 1
     return it
@@ -618,7 +603,7 @@ def drain_wide(
     for first in cutlass.range(0, rows, chunk, unroll=1):
         slot = stage_full(c, it, op)
         n = rows - first if rows - first < chunk else chunk
-        if c.warp < g.width * g.passes:
+        if g.width * g.passes > c.warp:
             for i in cutlass.range(2 * (c.warp // g.width), halves * n, 2 * g.passes, unroll=1):
                 a, b = i, i + 1
                 if pairs:
@@ -631,9 +616,9 @@ def drain_wide(
                 for v in cutlass.range_constexpr(g.per):
                     mma_rows(rC, rA[None, v], rB[None, v], rX[None, v])
                 x, y = diagonal(c, rC)
-                sum = diagonal_sum(x, y)
+                total = diagonal_sum(x, y)
                 if c.lane < 2 and i + c.lane < halves * n:
-                    c.part[(base + halves * first + i + c.lane) * STRIDE + c.warp % g.width] = sum
+                    c.part[(base + halves * first + i + c.lane) * STRIDE + c.warp % g.width] = total
         stage_done(c, slot)
         it += 1
     return it
