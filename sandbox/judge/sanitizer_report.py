@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from sandbox.verdict import short_name
+
 MARK = "========="
 _SUMMARY = re.compile(r"^(?:ERROR|RACECHECK) SUMMARY", re.I)
 _NOISE = ("COMPUTE-SANITIZER", "LEAK SUMMARY", "Host Frame", "Saved host backtrace")
@@ -21,7 +23,7 @@ MOST_TEXT = 300
 
 @dataclass(frozen=True)
 class Record:
-    """One complaint: its text on one line, and the kernel it names."""
+    """One complaint: its text on one line, with kernels' own names so that all places fit, and the kernel it names."""
 
     text: str
     kernel: str
@@ -52,7 +54,8 @@ def read(text: str, kernels: Iterable[str]) -> Report:
     def close() -> None:
         found = pattern.search(" ".join(block))
         if found is not None and block and not block[0].startswith(_NOISE):
-            records.append(Record(_short(block), found[1]))
+            said = [pattern.sub(lambda m: short_name(m[1]), line) for line in block]
+            records.append(Record(_short(said), found[1]))
         block.clear()
 
     for line in text.splitlines():

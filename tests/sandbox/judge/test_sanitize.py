@@ -55,6 +55,13 @@ def test_records_are_told_apart_by_whole_names() -> None:
     report = sanitizer_report.read(MEMORY, ["my.kernel$1", "kernelgen_control"])
     assert [r.kernel for r in report.records] == ["my.kernel$1"]
     assert report.finished and "out of bounds" in report.records[0].text
+    long = f"kernel_cutlass_chain_kernel_{'tensorptrbf16gmemalign128o' * 12}_0"
+    both = sanitizer_report.read(RACE.replace("kernelgen_control", long), [long])
+    assert [r.kernel for r in both.records] == [long]
+    assert (
+        "Write access at chain_kernel+0x120; and Read access at chain_kernel+0x180"
+        in both.records[0].text
+    )
     race = sanitizer_report.read(RACE, ["k", "kernelgen_control"])
     assert [r.kernel for r in race.records] == ["kernelgen_control"]
 
