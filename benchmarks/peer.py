@@ -1,7 +1,7 @@
 """The exchange between two GPUs: our fused kernels, the same without an exchange, and the unfused sequences of others.
 
     python benchmarks/peer.py compile -o DIR [--target T] [--preset P] [--rows 1 8] [--set NAME=VALUE ...]   (no GPU)
-    python benchmarks/peer.py fused DIR...                                        (artifacts, as `compile` wrote them)
+    python benchmarks/peer.py fused DIR... [--judge DIR...]                       (artifacts, as `compile` wrote them)
     python benchmarks/peer.py unfused [--preset tp8-pair] [--rows 1 2 4 8]        (two processes, one GPU each)
     python benchmarks/peer.py latency                                             (peer access, flags, graph launches)
 
@@ -9,7 +9,7 @@ One JSON object a line on stdout. Needs two GPUs with peer access. `fused` compa
 with the reference and times chains of recorded steps on both GPUs from one gate: microseconds per instance of the
 slowest rank. With `--set paired=False` the same kernels run without the other rank (results are then not compared).
 `unfused` is a product, an all-reduce by NCCL or by torch's symmetric memory (without multicast), and AttnRes, each its
-own launch, as one CUDA graph per process. Nothing here judges a candidate: use `kernelgen judge`.
+own launch, as one CUDA graph per process. `--judge` judges at tier screen without a server; else use `kernelgen judge`.
 """
 
 from __future__ import annotations
@@ -195,6 +195,32 @@ def fused(options: argparse.Namespace) -> None:
                 "commit": options.commit,
             }
             say(**row, seconds=round(time.perf_counter() - begin, 2))
+        for folder in options.judge:
+            judged(device, Path(folder), options.output)
+
+
+def judged(device: Any, folder: Path, output: Path) -> None:
+    """Judge an artifact at tier screen in this process, which is not confined; the verdict goes into a file."""
+    from sandbox import artifact_store
+    from sandbox.jobs import JudgeJob
+    from sandbox.judge import judge
+
+    begin = time.perf_counter()
+    artifact = artifact_store.load(folder)
+    o = workload_of(artifact).options
+    fields = {
+        "preset": o.preset, "layers": o.layers, "rows": o.rows, "context": o.context, "extra": dict(o.extra),
+    }  # fmt: skip
+    verdict = judge.run(JudgeJob(folder, artifact.target, fields, "cuda", baselines=()), device)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{artifact.sha256[:12]}.json").write_text(json.dumps(verdict.to_json(), indent=1))
+    timing = verdict.timing.workloads[0] if verdict.timing else None
+    say(
+        what="judged", target=artifact.target, workload=dict(artifact.workload), status=str(verdict.status),
+        failure=verdict.failure.message[:600] if verdict.failure else None, us=timing.us if timing else None,
+        checked=list(verdict.checked), ranks=verdict.profile.get("ranks"),
+        seconds=round(time.perf_counter() - begin, 2),
+    )  # fmt: skip
 
 
 # ---- others'
@@ -476,6 +502,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", type=setting, nargs="*", default=[], help="tunables, name=value")
     parser.add_argument(
         "--source", help="a candidate file, or the name of another seed, such as oproj-stack"
+    )
+    parser.add_argument(
+        "--judge",
+        nargs="*",
+        default=[],
+        help="artifacts that `fused` judges at the end; verdicts to -o",
     )
     parser.add_argument(
         "--no-compare", action="store_true", help="do not compare with the reference"
