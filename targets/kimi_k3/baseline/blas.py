@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from targets.kimi_k3.baseline import cublaslt, libraries
@@ -72,7 +73,15 @@ class BlasProducts:
                 y.copy_(x.float() @ w.float().T)
 
             return run
-        if self.tuned is None:
-            self.tuned = cublaslt.Tuned(x.device, libraries.cold_us)
-        launch, self.maker.shelf.notes[f"cuBLASLt, {place}"] = self.tuned.launch(operands)
+        try:
+            if self.tuned is None:
+                self.tuned = cublaslt.Tuned(x.device, libraries.cold_us)
+            launch, said = self.tuned.launch(operands)
+        except (cublaslt.Missing, OSError) as error:
+
+            def launch() -> None:
+                torch.mm(x, w.T, out=y)
+
+            said = f"skipped: {error}; torch.mm"
+        self.maker.shelf.notes[f"cuBLASLt, {place}"] = said
         return launch
