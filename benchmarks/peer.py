@@ -279,7 +279,6 @@ def _sequences(preset: str, rows: int, rank: int) -> Iterator[tuple[str, list[li
     """(name, launches of each instance): the product alone, the all-reduces alone, and whole sequences."""
     import torch
     import torch.distributed as dist
-    import torch.distributed._symmetric_memory as symm
 
     from targets.base import Options, find
     from targets.kimi_k3.baseline import parts
@@ -296,21 +295,14 @@ def _sequences(preset: str, rows: int, rank: int) -> Iterator[tuple[str, list[li
     hidden, bank_rows = int(w.dims["hidden"]), int(w.dims["bank_rows"])
     prefix, y = make.wide(), make.wide()
     bank = torch.zeros(rows, bank_rows, hidden, dtype=torch.bfloat16, device="cuda")
-    group = dist.group.WORLD
-    shared = symm.empty((rows, hidden), dtype=torch.bfloat16, device=torch.device("cuda", rank))
-    symm.rendezvous(shared, group)
     plain = make.wide()
-    name = group.group_name  # type: ignore[union-attr]
-    ops = torch.ops.symm_mem
     reduce: dict[str, tuple[Any, Callable[[], Any], Any]] = {
         "nccl": (plain, lambda: dist.all_reduce(plain), plain),
-        "symm one-shot": (
-            shared,
-            lambda: ops.one_shot_all_reduce_out(shared, "sum", name, plain),
-            plain,
-        ),
-        "symm two-shot": (shared, lambda: ops.two_shot_all_reduce_(shared, "sum", name), shared),
     }
+    try:
+        reduce |= _symmetric((rows, hidden), rank, plain)
+    except Exception as error:  # NCCL is a baseline without it
+        say(what="unfused", rows=rows, name="symmetric memory", failed=str(error)[:300])
 
     layers = range(w.layers)
 
@@ -343,6 +335,24 @@ def _sequences(preset: str, rows: int, rank: int) -> Iterator[tuple[str, list[li
             f"o_proj + {kind} + attn-res",
             [[*product(i, source, "best"), call, *mix(i, result)] for i in layers],
         )
+
+
+def _symmetric(
+    shape: tuple[int, int], rank: int, plain: Any
+) -> dict[str, tuple[Any, Callable[[], Any], Any]]:
+    """torch's symmetric memory: (where the partial goes, the call, where the sum is). Collective; may raise."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symm
+
+    group = dist.group.WORLD
+    shared = symm.empty(shape, dtype=torch.bfloat16, device=torch.device("cuda", rank))
+    symm.rendezvous(shared, group)
+    name = group.group_name  # type: ignore[union-attr]
+    ops = torch.ops.symm_mem
+    one = (shared, lambda: ops.one_shot_all_reduce_out(shared, "sum", name, plain), plain)
+    two = (shared, lambda: ops.two_shot_all_reduce_(shared, "sum", name), shared)
+    return {"symm one-shot": one, "symm two-shot": two}
 
 
 def _timed(instances: list[list[Launch]]) -> tuple[float, int]:
