@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2, high, lanes_sum, low, pack_bf16, round_bf16
-from targets.kimi_k3.seeds.persistent.device import at, consumers, field, gathered, peek, words_at
-from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
+from targets.kimi_k3.seeds.persistent.device import at, consumers, field, peek, words_at
+from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.tile_device import (
     COUNT_T,
     T,
@@ -17,6 +17,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     place,
     send,
     store16,
+    sum_of,
     sure,
     take_box,
     within,
@@ -48,12 +49,12 @@ def tile_norm(
     square = lanes_sum(square, 4)
     token = c.lane // 4
     if token < op.tokens and c.lane % 4 == 0:
-        c.red[token * STRIDE + c.warp] = square
+        c.red[token * op.stride + c.warp] = square
     consumers(op)
     total = Float32(0.0)
     if token < op.tokens:
         for w in cutlass.range_constexpr(g.active):
-            total += c.red[token * STRIDE + w]
+            total += c.red[token * op.stride + w]
     scale = cute.math.rsqrt(total / g.k + op.d.eps)
     for v in cutlass.range_constexpr(2 * g.spans):
         for e in cutlass.range_constexpr(4):
@@ -131,12 +132,12 @@ def tile_up(c: Tiles, layer: Int32, it: Int32, rN: cute.Tensor, op: cutlass.Cons
     else:
         rX = take_box(c, place(c, "z", layer, op), g, op)
         tile_norm(c, rX, rN, g, op)
-    it = drain_tiles(c, it, n, rX, g, op)
+    it = drain_tiles(c, it, (0, n), rX, g, op)
     consumers(op)
     for k in cutlass.range_constexpr(many):
         i = c.tid + k * op.threads
         if i < n * t:
-            y = round_bf16(round_bf16(gathered(c, i, g.active)) + c.own[i])
+            y = round_bf16(round_bf16(sum_of(c, i, g.active, op)) + c.own[i])
             column = i % t * d.hidden + first + i // t
             gY[column] = y.to(BFloat16)
             if more:

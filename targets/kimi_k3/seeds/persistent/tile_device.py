@@ -22,7 +22,6 @@ from targets.kimi_k3.seeds.persistent.device import (
     wait,
 )
 from targets.kimi_k3.seeds.persistent.fields import MOE, REMOTE
-from targets.kimi_k3.seeds.persistent.plan import STRIDE
 
 TILE_FIELDS = (*MOE, *(f"remote_{n}" for n in REMOTE), "send", "x", "y")
 COUNT_T = len(TILE_FIELDS)
@@ -97,7 +96,7 @@ def open_tiles(
         mail = mail + Int64(base[2] & 1) * half
     c = Tiles(
         tid, warp, tid % 32, cta, ring, bars, bars + op.stages, bars + 2 * op.stages,
-        smem(Float32, (op.part_slots * STRIDE,), (1,)), smem(Float32, (op.tokens * STRIDE,), (1,)),
+        smem(Float32, (op.part_slots * op.stride,), (1,)), smem(Float32, (op.tokens * op.stride,), (1,)),
         smem(Int64, (d.layers * COUNT_T,), (1,)),
         smem(Float32, (-(-d.hidden_local // op.ctas) * op.tokens,), (1,)),
         smem(Int32, (op.touched,), (1,)), smem(Int32, (op.touched,), (1,)),
@@ -232,7 +231,7 @@ def fill_tiles(
                 if r >= begin_ and (r - begin_) % every == 0
                 else source
             )
-        target = (c.lane % 2) * g.block + c.lane // 2 * g.piece
+        target = c.lane // (g.height // 2) * g.block + c.lane % (g.height // 2) * g.piece
         for s in cutlass.range(g.slices, unroll=1):
             slot = stage_free(c, it, op)
             if c.lane == 0:
@@ -241,6 +240,27 @@ def fill_tiles(
             if c.lane < many:
                 bulk(c, slot, target, source + Int64(s) * g.piece, Int32(g.piece), op)
             it += 1
+    return it
+
+
+@cute.jit
+def fill_blocks(
+    c: Tiles, it: Int32, start: Int64, n: Int32, g: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """As `fill_tiles` for n rows that lie together and are whole in a stage: two copies a tile, as copies cost time."""
+    half = g.height // 2
+    for first in cutlass.range(0, n, g.height, unroll=1):
+        slot = stage_free(c, it, op)
+        many = n - first if n - first < g.height else Int32(g.height)
+        if c.lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, many * g.piece)
+        cute.arch.sync_warp()
+        mine = many - c.lane * half
+        mine = mine if mine < half else Int32(half)
+        if c.lane < 2 and mine > 0:
+            source = start + Int64(first + c.lane * half) * g.piece
+            bulk(c, slot, c.lane * g.block, source, mine * g.piece, op)
+        it += 1
     return it
 
 
@@ -285,22 +305,34 @@ def keep(
         for e in cutlass.range_constexpr(2):
             token = c.lane % 4 * 2 + e
             if token < op.tokens and row < rows[len(rows) - 1]:
-                c.part[((first + row) * op.tokens + token) * STRIDE + column] = rC[2 * half + e]
+                c.part[((first + row) * op.tokens + token) * op.stride + column] = rC[2 * half + e]
+
+
+@cute.jit
+def sum_of(c: Tiles, i: Int32, width: cutlass.Constexpr, op: cutlass.Constexpr):
+    """The sum of row i of the partial sums over `width` warps, in their order."""
+    total = c.part[i * op.stride]
+    for w in cutlass.range_constexpr(1, width):
+        total += c.part[i * op.stride + w]
+    return total
 
 
 @cute.jit
 def drain_tiles(
-    c: Tiles, it: Int32, n: Int32, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr
+    c: Tiles, it: Int32, span: tuple, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr
 ):
-    """part[row tokens + token, warp] for n rows."""
+    """part[(base + row) tokens + token, warp] for n rows; span = (base, n). The first half of a tile is even rows
+    of the MMA, the others odd ones.
+    """
+    base, n = span
     for first in cutlass.range(0, n, g.height, unroll=1):
         it, rC = tile_times(c, it, rX, g, op)
-        octet = c.lane // 4
+        row = c.lane // 4 % 2 * (g.height // 2) + c.lane // 8
         if c.warp < g.active:
             if cutlass.const_expr(g.height == 16):
-                keep(c, rC, (octet, octet + 8, n - first), first, c.warp, op)
+                keep(c, rC, (row, row + 4, n - first), base + first, c.warp, op)
             else:
-                keep(c, rC, (octet, n - first), first, c.warp, op)
+                keep(c, rC, (row, n - first), base + first, c.warp, op)
     return it
 
 

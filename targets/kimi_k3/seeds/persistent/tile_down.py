@@ -10,13 +10,12 @@ from targets.kimi_k3.seeds.persistent.device import (
     bulk,
     consumers,
     field,
-    gathered,
     stage_done,
     stage_free,
     stage_full,
     words_at,
 )
-from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
+from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, codes_times, group_of, wanted
 from targets.kimi_k3.seeds.persistent.tile_device import (
     COUNT_T,
@@ -24,6 +23,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     Tiles,
     place,
     send,
+    sum_of,
     to_vec,
     within,
 )
@@ -170,12 +170,12 @@ def tiles_down(c: Tiles, layer: Int32, it: Int32, rRemote: cute.Tensor, op: cutl
             for e in cutlass.range_constexpr(2):
                 token = c.lane % 4 * 2 + e
                 if token < op.tokens and row < n:
-                    c.part[(row * op.tokens + token) * STRIDE + turn] = rSum[2 * half + e]
+                    c.part[(row * op.tokens + token) * op.stride + turn] = rSum[2 * half + e]
     consumers(op)
     for k in cutlass.range_constexpr(-(-op.down_rows * op.tokens // op.threads)):
         i = c.tid + k * op.threads
         if i < n * op.tokens:
-            total = gathered(c, i, op.down_share)
+            total = sum_of(c, i, op.down_share, op)
             if cutlass.const_expr(d.ranks > 1):
                 total = round_bf16(total) + rRemote[k]
             send(c, "z", layer, i % op.tokens * d.latent + first + i // op.tokens, total, op)

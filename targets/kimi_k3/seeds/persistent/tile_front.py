@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
 from targets.kimi_k3.seeds.common import round_bf16, situ
-from targets.kimi_k3.seeds.persistent.device import at, consumers, field, gathered
+from targets.kimi_k3.seeds.persistent.device import at, consumers, field
 from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.tile_device import (
     COUNT_T,
@@ -15,6 +15,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     from_vec,
     place,
     send,
+    sum_of,
     take_box,
     to_vec,
     within,
@@ -26,11 +27,16 @@ def tile_router(c: Tiles, layer: Int32, it: Int32, rX: cute.Tensor, op: cutlass.
     """This CTA's logits."""
     d, g, t = op.d, op.tile(op.d.hidden, 8), op.tokens
     first, n = share(d.router_rows, c.cta, op.ctas)
-    it = drain_tiles(c, it, n, rX, g, op)
+    it = drain_tiles(c, it, (0, n), rX, g, op)
     consumers(op)
     for i in cutlass.range(c.tid, n * t, op.threads, unroll=1):
         send(
-            c, "logits", layer, i % t * d.router_rows + first + i // t, gathered(c, i, g.active), op
+            c,
+            "logits",
+            layer,
+            i % t * d.router_rows + first + i // t,
+            sum_of(c, i, g.active, op),
+            op,
         )
     return it
 
@@ -38,21 +44,26 @@ def tile_router(c: Tiles, layer: Int32, it: Int32, rX: cute.Tensor, op: cutlass.
 @cute.jit
 def tile_front(c: Tiles, layer: Int32, it: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
     """Latent and the shared expert's hidden vector, this CTA's share."""
-    d, g, t = op.d, op.tile(op.d.hidden, 16), op.tokens
+    d, g, t = op.d, op.tile(op.d.hidden, 8), op.tokens
     first_l, n_l = share(d.latent_rows, c.cta, op.ctas)
     first_s, n_s = share(d.shared_dim, c.cta, op.ctas)
-    it = drain_tiles(c, it, n_l + 2 * n_s, rX, g, op)
+    it = drain_tiles(c, it, (0, n_l + 2 * n_s), rX, g, op)
     consumers(op)
     for i in cutlass.range(c.tid, (n_l + n_s) * t, op.threads, unroll=1):
         row, m = i // t, i % t
         if row < n_l:
             send(
-                c, "latent", layer, m * d.latent_rows + first_l + row, gathered(c, i, g.active), op
+                c,
+                "latent",
+                layer,
+                m * d.latent_rows + first_l + row,
+                sum_of(c, i, g.active, op),
+                op,
             )
         else:
             row -= n_l
-            gate = gathered(c, (n_l + 2 * row) * t + m, g.active)
-            up = gathered(c, (n_l + 2 * row + 1) * t + m, g.active)
+            gate = sum_of(c, (n_l + 2 * row) * t + m, g.active, op)
+            up = sum_of(c, (n_l + 2 * row + 1) * t + m, g.active, op)
             x = situ(round_bf16(gate), round_bf16(up))
             send(c, "hs", layer, m * d.shared_dim + first_s + row, x, op)
     return it
@@ -81,22 +92,21 @@ def tile_shared(
     """c.own = bf(shared partial + the others') of this CTA's columns; the rest is sent. Ends with a barrier."""
     d, g, t = op.d, op.tile(op.d.shared_dim, 16), op.tokens
     first, n = share(d.hidden_local, c.cta, op.ctas)
-    many = Int32(n)
     far = d.hidden - d.hidden_local
     first_s, n_s = share(far, c.cta, op.ctas)
+    it = drain_tiles(c, it, (0, n), rX, g, op)
     if cutlass.const_expr(far > 0):
-        many = n + n_s
-    it = drain_tiles(c, it, many, rX, g, op)
+        it = drain_tiles(c, it, (n, n_s), rX, g, op)
     consumers(op)
     for k in cutlass.range_constexpr(rFar.shape[0]):
         i = c.tid + k * op.threads
         if i < n * t:
-            x = round_bf16(gathered(c, i, g.active))
+            x = round_bf16(sum_of(c, i, g.active, op))
             c.own[i] = round_bf16(x + rFar[k]) if cutlass.const_expr(d.ranks > 1) else x
     if cutlass.const_expr(far > 0):
         gSend = at(BFloat16, field(c, layer, T["send"], COUNT_T), t * far)
         for i in cutlass.range(c.tid, n_s * t, op.threads, unroll=1):
-            x = gathered(c, n * t + i, g.active)
+            x = sum_of(c, n * t + i, g.active, op)
             gSend[i % t * far + first_s + i // t] = x.to(BFloat16)
     consumers(op)
     return it

@@ -19,6 +19,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     T,
     Tiles,
     clear,
+    fill_blocks,
     fill_tiles,
     from_vec,
     meet,
@@ -62,16 +63,14 @@ def fill_layer(c: Tiles, layer: Int32, it: Int32, op: cutlass.Constexpr):
         (gate, wide, n, 2),
         (gate + d.shared_dim * wide, wide, n + 1, 2),
     )
-    it = fill_tiles(c, it, rows, n + 2 * pairs, op.tile(d.hidden, 16), op)
+    it = fill_tiles(c, it, rows, n + 2 * pairs, op.tile(d.hidden, 8), op)
     first, n = share(d.hidden_local, c.cta, op.ctas)
     start = field(c, layer, T["shared_down"], COUNT_T)
-    rows = ((start + Int64(first) * inner, inner, Int32(0), 1),)
-    many = Int32(n)
+    it = fill_blocks(c, it, start + Int64(first) * inner, n, op.tile(d.shared_dim, 16), op)
     if cutlass.const_expr(d.hidden > d.hidden_local):
-        first, others = share(d.hidden - d.hidden_local, c.cta, op.ctas)
-        rows = (*rows, (start + Int64(d.hidden_local + first) * inner, inner, Int32(n), 1))
-        many = n + others
-    it = fill_tiles(c, it, rows, many, op.tile(d.shared_dim, 16), op)
+        first, n = share(d.hidden - d.hidden_local, c.cta, op.ctas)
+        others = start + Int64(d.hidden_local + first) * inner
+        it = fill_blocks(c, it, others, n, op.tile(d.shared_dim, 16), op)
     timeline.mark(c.brought, "routing", layer, kind="wait")
     cute.arch.mbarrier_wait(c.routed, layer & 1)
     timeline.mark(c.brought, "bring experts", layer)

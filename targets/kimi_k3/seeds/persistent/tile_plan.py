@@ -10,6 +10,8 @@ from targets.kimi_k3.seeds.persistent.plan import STRIDE, CodeRows, most
 SHIFT = 64
 """Bytes between the even and the odd rows of a tile, so that neighbouring rows lie in different banks."""
 SHARED_MEMORY = 232448 - 1024
+STAGE = 28672
+"""Bytes of weights of a full stage of bf16 rows."""
 CODE_TILE = 8
 """Rows of w1, and as many of w3, in a stage: sixteen rows of an MMA."""
 
@@ -38,8 +40,9 @@ class Tile:
 
     @property
     def wide(self):
-        """Spans in a stage."""
-        return 2 if self.height == 8 and self.spans % 2 == 0 else 1
+        """Spans in a stage: two of them if it holds no more bytes than one of sixteen rows by 896 columns."""
+        fits = 256 * self.active * self.height <= STAGE
+        return 2 if fits and self.height == 8 and self.spans % 2 == 0 else 1
 
     @property
     def slices(self):
@@ -78,6 +81,11 @@ class TileOp:
     @property
     def threads(self):
         return self.warps * 32
+
+    @property
+    def stride(self):
+        """Floats between rows of partial sums: one a warp, odd against bank conflicts."""
+        return max(STRIDE, self.warps | 1)
 
     @property
     def tokens(self):
@@ -211,7 +219,7 @@ class TileOp:
         """Bytes of a ring stage."""
         d = self.d
         found = [self.tile(k, h).bytes for k, h in
-                 ((d.hidden, 8), (d.hidden, 16), (d.shared_dim, 16), (d.latent, 8))]  # fmt: skip
+                 ((d.hidden, 8), (d.shared_dim, 16), (d.latent, 8))]  # fmt: skip
         return -(-max(*found, self.up_bytes, self.down_piece) // 128) * 128
 
     @property
@@ -221,7 +229,7 @@ class TileOp:
         rows = max(
             most(d.router_rows, self.ctas), self.front_rows, self.shared_rows, 16 * self.down_tiles
         )
-        return max(rows * t, 16 * self.held, -(-t * d.experts // STRIDE))
+        return max(rows * t, 16 * self.held, -(-t * d.experts // self.stride))
 
     @property
     def stages(self):
@@ -231,10 +239,10 @@ class TileOp:
             self.touched * (8 + 8 * self.tokens) + 2 * self.tokens * d.experts + 4 * self.held + 256
         )
         small = (
-            self.part_slots * STRIDE * 4
+            self.part_slots * self.stride * 4
             + d.layers * 8 * 32
             + lists
-            + self.tokens * (STRIDE + 16) * 4
+            + self.tokens * (self.stride + 16) * 4
         )
         small += most(d.hidden_local, self.ctas) * self.tokens * 4 + 512 + 4 * self.vector_words
         small += 8 * d.experts + 128 if self.alone else 0
@@ -277,5 +285,9 @@ def refuse_others_tiles(dims):
         raise ValueError("the tile kernel is for 1 to 8 rows")
     if dims.experts_format != "mxfp4":
         raise ValueError(f"the tile kernel is for MXFP4, not {dims.experts_format}")
+    if Tile(dims.shared_dim, 14, 16).slices > 1:
+        raise ValueError(
+            "the tile kernel takes rows of the shared expert that are whole in a stage"
+        )
     if dims.expert_dim % 64 or dims.latent % 128 or dims.hidden % 64 or dims.shared_dim % 64:
         raise ValueError("the tile kernel takes whole 64 columns, and whole 128 of the latent")

@@ -46,15 +46,15 @@ def _front(op: TileOp, cta: int, n: int, out: Lists, edge: int) -> int:
     _tiles(out, ("router", n), op.tile(d.hidden, 8), share(d.router_rows, cta, g)[1])
     out.consume.append(("arrive", "route"))
     rows = share(d.latent_rows, cta, g)[1] + 2 * share(d.shared_dim, cta, g)[1]
-    _tiles(out, ("front", n), op.tile(d.hidden, 16), rows)
+    _tiles(out, ("front", n), op.tile(d.hidden, 8), rows)
     out.consume += [
         ("arrive", "all"),
         ("wait", "route", n + 1),
         ("route",),
         ("wait", "all", edge + 1),
     ]
-    rows = share(d.hidden_local, cta, g)[1] + share(d.hidden - d.hidden_local, cta, g)[1]
-    _tiles(out, ("shared_down", n), op.tile(d.shared_dim, 16), rows)
+    for name, rows in (("shared_own", d.hidden_local), ("shared_sent", d.hidden - d.hidden_local)):
+        _tiles(out, (name, n), op.tile(d.shared_dim, 16), share(rows, cta, g)[1])
     out.produce.append(("routed", n))
     return edge + 1
 

@@ -10,13 +10,12 @@ from targets.kimi_k3.seeds.persistent.device import (
     bulk,
     consumers,
     field,
-    gathered,
     peek,
     stage_done,
     stage_free,
     stage_full,
 )
-from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
+from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, codes_times, group_of, wanted
 from targets.kimi_k3.seeds.persistent.tile_device import (
     COUNT_T,
@@ -24,6 +23,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     Tiles,
     place,
     send,
+    sum_of,
     sure,
     to_vec,
     within,
@@ -80,7 +80,7 @@ def latent_at(c: Tiles, layer: Int32, token: Int32, i: Int32, op: cutlass.Conste
 
 @cute.jit
 def start_latent(c: Tiles, layer: Int32, op: cutlass.Constexpr):
-    """rL[4, 4, chunks]: this lane's groups of its token's latent, own and gathered, on their way."""
+    """rL[4, 4, chunks]: this lane's groups of its token's latent, own and on their way."""
     rL = cute.make_rmem_tensor(cute.make_layout((4, 4, op.up_chunks)), Uint32)
     rL.fill(0)
     token = c.lane // 4
@@ -105,7 +105,7 @@ def end_latent(c: Tiles, layer: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
 
 @cute.jit
 def inner_alone(c: Tiles, layer: Int32, op: cutlass.Constexpr):
-    """c.vec = hs, then the latent, own and gathered, pairs in the order of `spread`; of a single token. A barrier."""
+    """c.vec = hs, then the latent, own and pairs in the order of `spread`; of a single token. A barrier."""
     d = op.d
     own, vecs, first = d.latent_rows // 8, d.latent // 8, d.shared_dim // 8
     many = -(-vecs // op.threads)
@@ -166,8 +166,8 @@ def hold_unit(c: Tiles, rC: cute.Tensor, mask: Int32, held: Int32, op: cutlass.C
         if token < op.tokens:
             if (mask >> token) & 1 != 0:
                 n = held + cute.arch.popc(mask & ((Int32(1) << token) - 1))
-                c.part[(n * 16 + octet) * STRIDE + c.warp] = rC[e]
-                c.part[(n * 16 + octet + 8) * STRIDE + c.warp] = rC[2 + e]
+                c.part[(n * 16 + octet) * op.stride + c.warp] = rC[e]
+                c.part[(n * 16 + octet + 8) * op.stride + c.warp] = rC[2 + e]
 
 
 @cute.jit
@@ -176,8 +176,8 @@ def send_hidden(c: Tiles, layer: Int32, held: Int32, op: cutlass.Constexpr):
     consumers(op)
     for i in cutlass.range(c.tid, held * CODE_TILE, op.threads, unroll=1):
         n, r = i // CODE_TILE, i % CODE_TILE
-        gate = gathered(c, n * 16 + 2 * r, op.up_active) * CODE_SCALE_T
-        up = gathered(c, n * 16 + 2 * r + 1, op.up_active) * CODE_SCALE_T
+        gate = sum_of(c, n * 16 + 2 * r, op.up_active, op) * CODE_SCALE_T
+        up = sum_of(c, n * 16 + 2 * r + 1, op.up_active, op) * CODE_SCALE_T
         send(c, "h", layer, c.origin[n] + r % 4 * 2 + r // 4, situ(gate, up), op)
 
 
