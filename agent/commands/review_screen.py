@@ -6,7 +6,10 @@ Text of candidates is cleaned of control characters and never read as markup.
 from __future__ import annotations
 
 import io
+import os
+import shlex
 import sys
+from pathlib import Path
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -30,6 +33,10 @@ def page(shown: list[Dossier], against: tuple[str, ...], side: bool, pager: bool
     if plain and not side:
         click.echo("\n".join(text.plain(d, against) for d in shown), nl=False)
         return
+    if pager and not side and not _pager_is_less():
+        # delta, bat and the like colour git's diffs themselves, and `more` shows escapes as letters.
+        click.echo_via_pager("\n".join(text.plain(d, against) for d in shown), color=False)
+        return
     body = Group(*(part for d in shown for part in _parts(d, against, side)))
     if plain or not pager:
         console.print(body, soft_wrap=False)
@@ -39,7 +46,13 @@ def page(shown: list[Dossier], against: tuple[str, ...], side: bool, pager: bool
         file=written, force_terminal=True, width=console.width, highlight=False,
         color_system="auto",
     ).print(body)  # fmt: skip
-    click.echo_via_pager(written.getvalue(), color=console.color_system is not None)
+    # None: click asks less for colours (-R) unless LESS says something else. True would not ask.
+    click.echo_via_pager(written.getvalue(), color=None if console.color_system else False)
+
+
+def _pager_is_less() -> bool:
+    words = shlex.split(os.environ.get("PAGER", ""))
+    return not words or Path(words[0]).stem == "less"
 
 
 def _parts(d: Dossier, against: tuple[str, ...], side: bool) -> list[RenderableType]:

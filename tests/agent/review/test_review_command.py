@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from click.testing import CliRunner, Result
 
 import agent.commands.review
 from agent.cli import main
+from agent.commands.review_screen import page
 from agent.review.decide import decisions
 from agent.review.dossier import dossier, queue
 from agent.review.proof import sections
@@ -81,6 +85,42 @@ def test_side_by_side_and_forced_colour(
     coloured = call(f"{run}-3", env={"COLUMNS": "160"}).stdout
     assert "\x1b[" in coloured
     assert "\x1b[31m$x" not in coloured and "[31m$x_1" in ANSI.sub("", coloured)
+
+
+@pytest.mark.parametrize(
+    ("pager", "less", "escapes", "asked"),
+    [
+        ("", None, True, "-R"),  # less would print escapes as text unless it is asked not to
+        ("", "-FX", False, "-FX"),  # a person's own flags without -R stay
+        ("viewer", None, False, ""),  # delta, bat: they colour git's diffs themselves
+    ],
+)
+def test_pages_are_coloured_only_where_the_pager_shows_colours(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pager: str, less: str | None,
+    escapes: bool, asked: str,
+) -> None:  # fmt: skip
+    run = stage(kit)
+    shown = [dossier(kit.queries, kit.queries.run(run), 3)]
+    for name in ("less", "viewer"):
+        fake = tmp_path / name
+        fake.write_text(f'#!/bin/sh\necho "$LESS" > {tmp_path}/asked; cat > {tmp_path}/paged\n')
+        fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in (("PAGER", pager), ("LESS", less), ("NO_COLOR", None)):
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
+    _, terminal = os.openpty()
+    with open(terminal, "w") as tty, open(os.ttyname(terminal)) as keys:
+        monkeypatch.setattr(sys, "stdout", tty)
+        monkeypatch.setattr(sys, "stdin", keys)
+        page(shown, ("parent",), False, True)
+        monkeypatch.undo()
+    paged = (tmp_path / "paged").read_text()
+    assert ("\x1b[" in paged) is escapes
+    assert f"+++ b/{run}-3.py" in ANSI.sub("", paged)
+    assert (tmp_path / "asked").read_text().strip() == asked
 
 
 def test_json_has_the_proof_and_the_diffs(kit: Any, call: Call) -> None:
