@@ -225,7 +225,7 @@ def from_manifest(manifest: object, blobs: Mapping[str, bytes]) -> Artifact:
         "tunables", "source_sha256", "toolchain",
     })  # fmt: skip
     if m["schema"] != SCHEMA:
-        raise Malformed("schema", f"is {m['schema']!r}, this version reads {SCHEMA}")
+        raise Malformed("schema", f"is {repr(m['schema'])[:40]}, this version reads {SCHEMA}")
     buffers = tuple(
         _buffer(b, f"buffers[{i}]")
         for i, b in enumerate(strict.items(m["buffers"], "buffers", MAX_BUFFERS))
