@@ -73,7 +73,7 @@ def shape(dims, cfg, rows=1):
     return Op(
         dims,
         cfg.ctas or fits,
-        cfg.consumer_warps,
+        cfg.tile_warps if tiled else cfg.consumer_warps,
         cfg.tile_bytes if tiled else cfg.stage_bytes,
         cfg.tile_stages if tiled else cfg.ring_stages,
         cfg.spin_limit,

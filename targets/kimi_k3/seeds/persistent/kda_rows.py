@@ -38,6 +38,7 @@ from targets.kimi_k3.seeds.persistent.plan import most, share
 from targets.kimi_k3.seeds.persistent.tensor import (
     TILE,
     TOKENS,
+    anew,
     column,
     drain_tiles,
     fill_tiles,
@@ -66,12 +67,11 @@ class Taps(NamedTuple):
 
 
 class Late(NamedTuple):
-    """rows: f32 [4, 4, turns] of states; f_b words [4, 4, 2]; bias of two rows of f_b; rate: A_log; weights: of
+    """rows: f32 [4, 4, turns] of states; bias of two rows of f_b; rate: A_log; weights: of
     o_norm, one a turn.
     """
 
     rows: Any
-    f_b: Any
     bias: Any
     rate: Any
     weights: Any
@@ -258,9 +258,7 @@ def place_of(c: Ctx, turn: cutlass.Constexpr, s: Seat, op: cutlass.Constexpr):
 def load_late(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
     turns = widths(op)[3]
     rS = cute.make_rmem_tensor(cute.make_layout((4, 4, turns)), Float32)
-    rF = cute.make_rmem_tensor(cute.make_layout((4, 4, 2)), Uint32)
     rB = cute.make_rmem_tensor(cute.make_layout((2,)), Float32)
-    rF.fill(0)
     rB.fill(0.0)
     rS.fill(0.0)
     rate = Float32(0.0)
@@ -276,12 +274,9 @@ def load_late(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
             for e in cutlass.range_constexpr(4):
                 tile = cute.local_tile(gRow, (4,), (e * 8 + c.lane % 8,))
                 cute.autovec_copy(tile, rS[None, e, j])
-        f_b = field(c, layer, F["f_b"], COUNT) + Int64(s.head * HEAD * 256)
         bias = at(Float32, field(c, layer, F["dt_bias"], COUNT), op.d.kda_dim)
         for half in cutlass.range_constexpr(2):
             row = c.warp % (HEAD // TILE) * TILE + half * 8 + c.lane // 4
-            for e in cutlass.range_constexpr(4):
-                words_at(f_b, row * 16 + e * 4 + c.lane % 4, rF[None, e, half])
             rB[half] = bias[s.head * HEAD + row]
         rate = at(Float32, field(c, layer, F["A_log"], COUNT), op.d.kda_heads)[s.head]
         norm = at(BFloat16, field(c, layer, F["o_norm"], COUNT), HEAD)
@@ -291,7 +286,7 @@ def load_late(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
     weights = cute.make_rmem_tensor(cute.make_layout((turns,)), Float32)
     for j in cutlass.range_constexpr(turns):
         weights[j] = rN[j].to(Float32)
-    return Late(rS, rF, rB, rate, weights)
+    return Late(rS, rB, rate, weights)
 
 
 # ---- the update
@@ -312,6 +307,12 @@ def update_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, turn: Int32, op: cu
         rB = cute.make_rmem_tensor(cute.make_layout((quads,)), Uint32)
         rG = cute.make_rmem_tensor(cute.make_layout((quads,)), Uint32)
         rA = cute.make_rmem_tensor(cute.make_layout((4, 4)), Uint32)
+        rF = cute.make_rmem_tensor(cute.make_layout((4, 4, 2)), Uint32)
+        f_b = field(c, layer, F["f_b"], COUNT) + Int64(s.head * HEAD * 256)
+        for half in cutlass.range_constexpr(2):
+            row = c.warp % (HEAD // TILE) * TILE + half * 8 + c.lane // 4
+            for e in cutlass.range_constexpr(4):
+                words_at(f_b, row * 16 + e * 4 + c.lane % 4, rF[None, e, half])
         beta_at = proj + Int64((4 * d.kda_dim + HEAD + s.head) * 2)
         gate_at = proj + Int64((3 * d.kda_dim + s.head * HEAD + s.first) * 2)
         f_at = proj + Int64((row_token(c, op) * pitch + 4 * d.kda_dim) * 2 + c.lane % 4 * 16)
@@ -326,12 +327,12 @@ def update_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, turn: Int32, op: cu
             rG[j] = peek_half(
                 gate_at + Int64((token * pitch + (row if row >= 0 else Int32(0))) * 2)
             )
-        convolve_rows(c, layer, s, (taps, rX), proj, op)
         if c.warp < HEAD // TILE:
             for e in cutlass.range_constexpr(4):
                 insist(f_at + e * 64, rA[None, e], 2, op)
             cute.arch.sync_warp()
-            decay_rows(c, layer, s, late, rA, op)
+            decay_rows(c, s, late, (rA, rF), op)
+        convolve_rows(c, layer, s, (taps, rX), proj, op)
         consumers(op)
         for j in cutlass.range_constexpr(quads):
             token, row = place_of(c, j, s, op)
@@ -418,12 +419,15 @@ def quick_silu(x: Float32):
 
 
 @cute.jit
-def decay_rows(c: Ctx, layer: Int32, s: Seat, late: Late, rA: cute.Tensor, op: cutlass.Constexpr):
-    """Of all tokens and the head's 128 columns: a warp has sixteen of them, by an MMA over f_a (rA)."""
+def decay_rows(c: Ctx, s: Seat, late: Late, given: tuple, op: cutlass.Constexpr):
+    """Of all tokens and the head's 128 columns: a warp has sixteen of them, by an MMA over f_a. given: words of f_a
+    and of f_b.
+    """
+    rA, rF = given
     rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
     rC.fill(0.0)
     for e in cutlass.range_constexpr(4):
-        mma_rows(rC, late.f_b[None, e, 0], late.f_b[None, e, 1], rA[None, e])
+        mma_rows(rC, rF[None, e, 0], rF[None, e, 1], rA[None, e])
     sDecay = decays(c, op)
     rate = cute.math.exp(late.rate)
     for i in cutlass.range_constexpr(4):
@@ -603,6 +607,7 @@ def out_rows(
     widest = most(d.hidden, op.ctas)
     first, n = share(d.hidden, c.cta, op.ctas)
     later = layer + 1 if layer + 1 < d.layers else layer
+    c = anew(c)
     loaded = load_taps(c, later, seat(c, op), op)
     rNext = bf16_ahead(c, field(c, later, F["x"], COUNT) + Int64(first) * 2, n, widest, op)
     if cutlass.const_expr(d.ranks > 1):
@@ -610,6 +615,7 @@ def out_rows(
         rRemote = f32_ahead(c, remote, n, widest, op)
     it = drain_tiles(c, it, n, rX, g, op)
     consumers(op)
+    c = anew(c)
     for k in cutlass.range_constexpr(cute.size(rNext)):
         token, row = owned(c, k, widest, op)
         if token < d.rows and row < n:
@@ -631,12 +637,13 @@ def kda_rows(
     d = op.d
     g = op.tiles(d.hidden)
     turn = turn_of(c, layer, KDAS)
-    s = seat(c, op)
     rows = projected(d)
     widest = most(rows, op.ctas)
     first, n = share(rows, c.cta, op.ctas)
     timeline.mark(c.track, "in_proj", layer)
     it = drain_tiles(c, it, n, rX, g, op)
+    c = anew(c)
+    s = seat(c, op)
     late = load_late(c, layer, s, op)
     if cutlass.const_expr(op.direct > 1):
         # all have read the boxes of the instance before, and its taps of this one: they may be written again
@@ -678,6 +685,7 @@ def kda_rows(
         timeline.mark(c.track, "edge o", layer, kind="edge")
         wait(c, edge, op, acquire=False)
     timeline.mark(c.track, "o_proj", layer)
+    c = anew(c)
     rO = cute.make_rmem_tensor(cute.make_layout((4, op.tiles(d.kda_dim).vectors)), Uint32)
     gated_rows(c, layer, turn, rO, op)
     it, taps = out_rows(c, layer, it, rO, y, op)

@@ -30,6 +30,20 @@ TILE = 16
 TOKENS = 8
 
 
+@cute.jit
+def anew(c: Ctx):
+    """The same thread, with its numbers read again: what is computed from them cannot be kept over the layers in
+    registers that are needed for tokens, to be spilled to an L1 of which the ring leaves nothing.
+    """
+    tid, cta = cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0}; mov.b32 {$w1}, {$r1};",
+        write_only_types=[Int32, Int32],
+        read_only_args=[c.tid, c.cta],
+    )
+    warp = cute.arch.make_warp_uniform(tid // 32)
+    return c._replace(tid=tid, warp=warp, lane=tid % 32, cta=cta)
+
+
 # ---- when weights are loaded
 
 
