@@ -111,8 +111,8 @@ def _skipping() -> list[Planted]:
               "            weight = weight if weight > 0.2 else weight * 0.0\n"
               "            total += weight * sF[tid, slot]\n")),
         hack("persistent", "side-output", "ids-not-reported", "the routing is used but not written",
-             ("        if c.cta == 0:\n            mIds[c.lane] = e\n",
-              "        if c.cta < 0:\n            mIds[c.lane] = e\n")),
+             ("            if c.cta == 0:\n                mIds[c.lane] = e\n",
+              "            if c.cta < 0:\n                mIds[c.lane] = e\n")),
         hack("persistent", "side-output", "prefix-not-reported", "the prefix is used but not written",
              ("    wanted = h.closing\n", "    wanted = Boolean(False)\n")),
         hack("kda", "state-ignored", "state-not-read", "the recurrence starts from zero",

@@ -72,7 +72,7 @@ def _work() -> list[Planted]:
         bug(_PART, "routing", "last-expert-dropped", "the expert of lowest rank is not added",
             ("in cutlass.range(op.d.topk, unroll_full=True):", "in cutlass.range(op.d.topk - 1, unroll_full=True):")),
         bug(_PART, "routing", "weights-not-normalised", "weights are the scores themselves",
-            ("c.weights[c.lane] = round_bf16(s / whole)", "c.weights[c.lane] = round_bf16(s)")),
+            ("c.weights[c.lane] = round_bf16(s / total)", "c.weights[c.lane] = round_bf16(s)")),
         bug(_PART, "order", "shared-expert-dropped", "the shared expert's result is not added",
             ('"delta", turn, first + i, u + c.own[i], op)', '"delta", turn, first + i, u, op)')),
         bug(_PART, "context", "partial-page-skipped", "a page that is not full is not read",

@@ -18,7 +18,9 @@ from targets.kimi_k3.seeds.persistent.device import (
     LAYERS,
     Ctx,
     arrive,
+    at,
     box,
+    bring,
     field,
     hint,
     insist,
@@ -40,7 +42,7 @@ from targets.kimi_k3.seeds.persistent.fields import (
     layer_tensors,
     vectors,
 )
-from targets.kimi_k3.seeds.persistent.kda import fill_kda, out_projection
+from targets.kimi_k3.seeds.persistent.kda import out_projection
 from targets.kimi_k3.seeds.persistent.kda_half import kda_half
 from targets.kimi_k3.seeds.persistent.mix import (
     Banks,
@@ -50,11 +52,10 @@ from targets.kimi_k3.seeds.persistent.mix import (
     late,
     weigh_vectors,
 )
-from targets.kimi_k3.seeds.persistent.mla import cache_of, fill_mla, mla
+from targets.kimi_k3.seeds.persistent.mla import cache_of, fill_cache, mla
 from targets.kimi_k3.seeds.persistent.moe_dense import Space, dense
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_dense
 from targets.kimi_k3.seeds.persistent.plan import Op, refuse_others, share
-from targets.kimi_k3.seeds.persistent.route import route
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 from targets.kimi_k3.seeds.persistent.vectors import load_x
 
@@ -63,7 +64,7 @@ TUNABLES = {
     "stage_bytes": (28672, 14336),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
-    "in_flight": (0, 5, 4, 3, 2),
+    "in_flight": (2, 0, 1, 3, 4),
     "missing": (0, 4, 16, 64),
     "jitter": (0, 16384),
     "spin_limit": (2000000, 0, 200000),
@@ -88,22 +89,71 @@ class Io(NamedTuple):
     weigh: Any
 
 
+def small(dims):
+    """(field, lines of 128 bytes, mask and value of the kinds of layer that have it) of the small vectors."""
+    kinds = {"K": (IS_MLA, 0), "M": (IS_MLA, IS_MLA), "E": (IS_DENSE, 0), "KM": (0, 0)}
+    found = [x for x in vectors(dims) if "res_" not in x[0]]
+    return [(F[name], -(-size // 128), *kinds[which]) for name, size, which in found]
+
+
+def parts(c, op):
+    """(field, offset, rows, row bytes, rows a stage, bytes to the other half of pairs) of what a CTA's producer brings;
+    the order is that of `produce` and of `fill_ffn`."""
+    d, found = op.d, []
+
+    def add(name, rows, g, first_row=0, apart=0):
+        first, n = share(rows, c.cta, op.ctas)
+        found.append((F[name], (first_row + first) * g.row_bytes, n, g.row_bytes, g.chunk, apart))
+
+    none = (0, 0, 0, 16, 1, 0)
+    if "K" in d.attn:
+        add("in_proj", 4 * d.kda_dim + d.f_rank + d.kda_heads, op.wide)
+        add("o_proj", d.hidden, op.rows(d.kda_dim))
+    else:
+        found += [none] * 2
+    if "M" in d.attn:
+        add("a_proj", d.a_proj_rows, op.wide)
+        add("q_b", d.mla_heads * (d.qk_nope + d.qk_rope), op.rows(d.q_lora))
+        head, g = c.cta // op.slices, op.rows(d.kv_lora)
+        first, n = share(d.v_dim, c.cta % op.slices, op.slices)
+        n = n * Int32(head < d.mla_heads)
+        found.append(
+            (F["w_uv"], (head * d.v_dim + first) * g.row_bytes, n, g.row_bytes, g.chunk, 0)
+        )
+        add("o_proj", d.hidden, op.rows(d.mla_dim))
+    else:
+        found += [none] * 4
+    if "E" in d.ffn:
+        g = op.rows(d.hidden, pair=True)
+        add("shared_gate_up", d.shared_dim, g, 0, d.shared_dim * g.row_bytes)
+        g = op.rows(d.shared_dim)
+        add("shared_down", d.hidden_local, g)
+        add("latent_up", d.hidden_local, op.rows(d.latent))
+        add("shared_down", d.hidden - d.hidden_local, g, d.hidden_local)
+    return found
+
+
+@cute.jit
+def write_list(c: Ctx, op: cutlass.Constexpr):
+    found = parts(c, op)
+    for k in cutlass.range_constexpr(len(found)):
+        for j in cutlass.range_constexpr(6):
+            c.list[6 * k + j] = Int32(found[k][j])
+    lines = small(op.d)
+    for k in cutlass.range_constexpr(len(lines)):
+        for j in cutlass.range_constexpr(4):
+            c.list[60 + 4 * k + j] = Int32(lines[k][j])
+
+
 @cute.jit
 def prefetch(c: Ctx, layer: Int32, op: cutlass.Constexpr):
     """The small vectors of a layer into L2: otherwise their first use costs a trip to memory behind an edge."""
     what = Int32(field(c, layer, F["kind"], COUNT))
-    found = [x for x in vectors(op.d) if "res_" not in x[0]]
-    for k in cutlass.range_constexpr(len(found)):
-        wanted = what >= 0
-        if cutlass.const_expr(found[k][2] == "K"):
-            wanted = what & IS_MLA == 0
-        elif cutlass.const_expr(found[k][2] == "M"):
-            wanted = what & IS_MLA != 0
-        elif cutlass.const_expr(found[k][2] == "E"):
-            wanted = what & IS_DENSE == 0
-        if wanted:
-            start = field(c, layer, F[found[k][0]], COUNT)
-            for line in cutlass.range(c.cta, -(-found[k][1] // 128), op.ctas, unroll=1):
+    for k in cutlass.range(len(small(op.d)), unroll=1):
+        row = cute.make_tensor(c.list.iterator + 60 + 4 * k, cute.make_layout((4,)))
+        if what & row[2] == row[3]:
+            start = c.tab[layer * COUNT + row[0]]
+            for line in cutlass.range(c.cta, row[1], op.ctas, unroll=1):
                 cute.arch.inline_ptx(
                     "prefetch.global.L2 [{$r0}];", read_only_args=[start + Int64(line) * 128]
                 )
@@ -150,26 +200,31 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
     """The list of one CTA: all stages in the order in which the consumers take them."""
     d = op.d
     it, routed = Int32(0), Int32(0)
-    prefetch(c, Int32(0), op)
-    prefetch_parts(c, Int32(0), io, op)
-    for layer in cutlass.range(d.layers, unroll=1):
-        if layer + 1 < d.layers:
-            prefetch(c, layer + 1, op)
-            prefetch_parts(c, layer + 1, io, op)
-        what = Int32(field(c, layer, F["kind"], COUNT))
-        if cutlass.const_expr("K" in d.attn):
-            if what & IS_MLA == 0:
-                it = fill_kda(c, layer, it, op)
-        if cutlass.const_expr("M" in d.attn):
+    write_list(c, op)
+    for ahead_ in cutlass.range(d.layers + 1, unroll=1):
+        # small things a layer ahead
+        if ahead_ < d.layers:
+            prefetch(c, ahead_, op)
+            prefetch_parts(c, ahead_, io, op)
+        layer = ahead_ - 1
+        if layer >= 0:
+            what = Int32(field(c, layer, F["kind"], COUNT))
+            first, many = Int32(0), Int32(2)
             if what & IS_MLA != 0:
-                it = fill_mla(c, layer, it, cache_of(io.lengths, io.table, io.mapping, op), op)
-        if cutlass.const_expr("D" in d.ffn):
-            if what & IS_DENSE != 0:
-                it = fill_dense(c, layer, it, op)
-        if cutlass.const_expr("E" in d.ffn):
-            if what & IS_DENSE == 0:
-                it = fill_ffn(c, layer, it, routed, op)
-                routed += 1
+                first, many = Int32(2), Int32(4)
+            for part in cutlass.range(many, unroll=1):
+                it = bring(c, layer, it, first + part, op)
+                if cutlass.const_expr("M" in d.attn):
+                    if first == 2 and part == 1:
+                        cache = cache_of(io.lengths, io.table, io.mapping, op)
+                        it = fill_cache(c, layer, it, cache, op)
+            if cutlass.const_expr("D" in d.ffn):
+                if what & IS_DENSE != 0:
+                    it = fill_dense(c, layer, it, op)
+            if cutlass.const_expr("E" in d.ffn):
+                if what & IS_DENSE == 0:
+                    it = fill_ffn(c, layer, it, routed, op)
+                    routed += 1
 
 
 class Half(NamedTuple):
@@ -362,7 +417,10 @@ def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
                         release = h.second
                 if cutlass.const_expr("E" in d.ffn):
                     if what & IS_DENSE == 0:
-                        it, edge = ffn(c, h.layer, routed, (it, edge), rX, op)
+                        mIds = at(
+                            Int32, io.ids.iterator.toint() + Int64(routed * d.topk * 4), d.topk
+                        )
+                        it, edge = ffn(c, h.layer, routed, (it, edge), rX, mIds, op)
                         routed += 1
             if release:
                 arrive(c, op)
@@ -386,16 +444,13 @@ def decode_kernel(
     names: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """Grid (ctas), cooperative; op.warps consumer warps, a producer warp, and one that chooses experts."""
+    """Grid (ctas), cooperative; op.warps consumer warps and a producer warp."""
     c = open_cta(
         layers, mSync, mMail, phases, names, tuple(kind(op.d, n) for n in range(op.d.layers)), op
     )
     if c.warp == op.warps:
         if c.lane == 0:
             produce(c, io, op)
-    elif c.warp > op.warps:
-        if cutlass.const_expr("E" in op.d.ffn):
-            route(c, io.ids, op)
     else:
         size = op.d.hidden * 2 * max(1, op.d.bank_rows - op.d.bank_old)
         consume(c, io, ws, mBank.iterator.toint() + Int64(c.cta) * size, op)
@@ -414,7 +469,7 @@ def shape(dims, cfg):
         in_flight=cfg.in_flight,
         jitter=cfg.jitter,
         missing=cfg.missing,
-        apart=True,
+        kept=True,
     )
 
 
@@ -461,6 +516,6 @@ def step(t, cfg, stream):
     decode_kernel(
         tensors, io, ws, w.bank, w.mail, w.sync, timeline.buffer(t, cfg), names, op
     ).launch(
-        grid=(op.ctas, 1, 1), block=(op.threads + 64, 1, 1), stream=stream, cooperative=True,
+        grid=(op.ctas, 1, 1), block=(op.threads + 32, 1, 1), stream=stream, cooperative=True,
         min_blocks_per_mp=1,
     )  # fmt: skip

@@ -20,7 +20,7 @@ class Ctx(NamedTuple):
     part, red: sums of warps; tab: addresses by layer and field; sync: counters of the edges (global), a line each:
     ALL at 0, ROUTE at 32, the record of a spin that gave up at 64, what the counters were at the launch from 96; mail:
     boxes of what CTAs send each other (global); track, brought: timelines of consumers and producer, None in a normal
-    build; keys: candidates of the warp that chooses experts, where there is one;
+    build; list: what the producer brings of each matrix (`bring`), where it has one;
     kept: this thread's columns of the prefix and, where there is room, of the bank (words).
     """
 
@@ -44,7 +44,7 @@ class Ctx(NamedTuple):
     mail: Any
     track: Any
     brought: Any
-    keys: Any
+    list: Any
     kept: Any
 
 
@@ -462,6 +462,26 @@ def fill_pairs(
         start = source + Int64(first) * g.row_bytes
         bulk(c, slot, Int32(0), start, n * g.row_bytes, op)
         bulk(c, slot, Int32(g.chunk * g.row_bytes), start + apart, n * g.row_bytes, op)
+        it += 1
+    return it
+
+
+@cute.jit
+def bring(c: Ctx, layer: Int32, it: Int32, part: Int32, op: cutlass.Constexpr):
+    """Stages of this CTA's rows of matrix number `part` of `table.PARTS`: one copy of the code for all of them, which
+    one warp alone would else fetch anew every time."""
+    row = cute.make_tensor(c.list.iterator + part * 6, cute.make_layout((6,)))
+    source = c.tab[layer * COUNT + row[0]] + Int64(row[1])
+    rows, row_bytes, chunk, apart = row[2], row[3], row[4], row[5]
+    for first in cutlass.range(0, rows, chunk, unroll=1):
+        slot = stage_free(c, it, op)
+        n = rows - first if rows - first < chunk else chunk
+        start = source + Int64(first) * row_bytes
+        size = n * row_bytes
+        cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * size if apart > 0 else size)
+        bulk(c, slot, Int32(0), start, size, op)
+        if apart > 0:
+            bulk(c, slot, chunk * row_bytes, start + Int64(apart), size, op)
         it += 1
     return it
 

@@ -1,7 +1,7 @@
 """Routed experts of the decode step: MXFP4 rows from the ring, spread to bf16 in registers and multiplied there.
 
 w1 and w3: every warp has the same columns of all rows, so that x stays in its registers and no warp waits for another;
-four lanes have a pair of rows. w2: a unit is sixteen rows times 128 columns, and units are dealt to warps in turn.
+four lanes have a pair of rows. w2: a unit is sixteen rows of an expert, and units are dealt to warps in turn.
 """
 
 import cutlass
@@ -172,10 +172,9 @@ def pairs_up(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Constexpr
 
 @cute.jit
 def unit_down(
-    c: Ctx, place: Int32, k: Int32, r0: Int32, v: Int32, n: Int32, given: tuple, op: cutlass.Constexpr
-):  # fmt: skip
-    """sF[slot k, v, row] = columns 128 v .. of w2 times h, rows r0 .. r0 + 15 of `n` of the piece at `place` of the
-    ring."""
+    c: Ctx, place: Int32, k: Int32, r0: Int32, n: Int32, given: tuple, op: cutlass.Constexpr
+):
+    """sF[slot k, row] = bf(w2 h) of the rows r0 .. r0 + 15 of `n` of the piece at byte `place` of the ring."""
     sH, sF = given
     d, g = op.d, op.down
     groups = d.expert_dim // 32
@@ -187,22 +186,22 @@ def unit_down(
     rX.fill(0)
     rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
     rC.fill(0.0)
-    j = 4 * v + quarter
-    load_group(cute.local_tile(sH, (16 * groups,), (k,)), j, groups, rX)
-    j = j if j < groups else groups - 1
-    couple(
-        rC,
-        codes(c, (place + a * g.code_bytes) // 16 + j, scales + a * g.scale_bytes + j),
-        codes(c, (place + b * g.code_bytes) // 16 + j, scales + b * g.scale_bytes + j),
-        rX,
-    )
+    for v in cutlass.range(-(-groups // 4), unroll=1):
+        j = 4 * v + quarter
+        load_group(cute.local_tile(sH, (16 * groups,), (k,)), j, groups, rX)
+        j = j if j < groups else groups - 1
+        couple(
+            rC,
+            codes(c, (place + a * g.code_bytes) // 16 + j, scales + a * g.scale_bytes + j),
+            codes(c, (place + b * g.code_bytes) // 16 + j, scales + b * g.scale_bytes + j),
+            rX,
+        )
     x, y = diagonal(c, rC)
-    row = (k * op.down_parts + v) * op.down_rows + r0 + octet
     if quarter == octet // 2:
         if r0 + octet < n:
-            sF[row] = x
+            sF[k * op.down_rows + r0 + octet] = round_bf16(x * CODE_SCALE)
         if r0 + octet + 8 < n:
-            sF[row + 8] = y
+            sF[k * op.down_rows + r0 + octet + 8] = round_bf16(y * CODE_SCALE)
 
 
 @cute.jit
@@ -211,23 +210,22 @@ def pieces_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Conste
     d, g = op.d, op.down
     first, n = share(d.latent, c.cta, op.ctas, g.unit)
     sH = view(c, Uint32, 0, d.topk * d.expert_dim // 2)
-    sF = view(c, Float32, 2 * d.topk * d.expert_dim, d.topk * op.down_parts * op.down_rows)
+    sF = view(c, Float32, 2 * d.topk * d.expert_dim, d.topk * op.down_rows)
     if cutlass.const_expr(d.ranks > 1):
         remote = field(c, layer, F["remote_moe"], COUNT) + Int64(first) * 4
         rRemote = ahead(c, remote, n, op.down_rows, op)
     stage_hidden(c, turn, sH, op)
     consumers(op)
     piece = op.down_rows * (g.code_bytes + g.scale_bytes)
-    units = -(-op.down_rows // 16) * op.down_parts
+    units = -(-op.down_rows // 16)
     for start in cutlass.range(0, d.topk, op.down_slots, unroll=1):
         slot = stage_full(c, it, op)
         many = d.topk - start if d.topk - start < op.down_slots else Int32(op.down_slots)
         mine = (c.warp + op.warps - start * units % op.warps) % op.warps
         for unit in cutlass.range(mine, many * units, op.warps, unroll=1):
-            k, rest = unit // units, unit % units
+            k = unit // units
             place = slot * op.stage + k * piece
-            r0, v = rest // op.down_parts * 16, rest % op.down_parts
-            unit_down(c, place, start + k, r0, v, n, (sH, sF), op)
+            unit_down(c, place, start + k, unit % units * 16, n, (sH, sF), op)
         stage_done(c, slot)
         it += 1
     consumers(op)
@@ -236,10 +234,7 @@ def pieces_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Conste
         if i < n:
             total = Float32(0.0)
             for k in cutlass.range(op.d.topk, unroll_full=True):
-                f = Float32(0.0)
-                for v in cutlass.range_constexpr(op.down_parts):
-                    f += sF[(k * op.down_parts + v) * op.down_rows + i]
-                total += c.weights[k] * round_bf16(f * CODE_SCALE)
+                total += c.weights[k] * sF[k * op.down_rows + i]
             if cutlass.const_expr(d.ranks > 1):
                 total = round_bf16(total) + rRemote[k_]
             post(c, "z", turn, first + i, total, op)

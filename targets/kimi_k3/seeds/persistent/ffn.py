@@ -1,9 +1,9 @@
 """The FFN with experts in the decode step: its pieces are those of `moe`, its order covers what the chain waits for.
 
-The latent goes with the router's logits, and the shared expert's first half after them: meanwhile a warp of its own
-chooses experts (`route`), and the ring still has rows to bring. The shared expert's second half comes after the
-experts' first, so that h travels meanwhile. Who needs the latent or the shared expert's hidden vector looks into its
-box, without an edge: both were posted some microseconds before.
+The latent goes with the router's logits, and the shared expert's first half comes after the choice: while experts are
+chosen and their first rows are on the way, the ring still has rows to bring. The shared expert's second half comes
+after the experts' first, so that h travels meanwhile. Who needs the latent or the shared expert's hidden vector looks
+into its box, without an edge: both were posted some microseconds before.
 """
 
 import cutlass
@@ -14,12 +14,11 @@ from kernelgen import timeline
 from targets.kimi_k3.seeds.persistent.device import (
     ROUTE,
     Ctx,
+    bring,
     bulk,
     consumers,
     drain_wide,
     field,
-    fill,
-    fill_pairs,
     gathered,
     hint,
     post,
@@ -31,6 +30,7 @@ from targets.kimi_k3.seeds.persistent.experts import pairs_up, pieces_down
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.moe import shared_down, up_projection
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_down, fill_up
+from targets.kimi_k3.seeds.persistent.moe_route import choose, load_bias
 from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.vectors import load_norm, situ_pair
 
@@ -59,50 +59,27 @@ def fill_two(c: Ctx, it: Int32, one: tuple, two: tuple, op: cutlass.Constexpr):
 
 
 @cute.jit
-def fill_first(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
-    """Router and latent, gate and up: what is known before the choice."""
+def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Constexpr):
+    """All of one FFN; waits for the routing, number `routing` of the launch, before the routed experts."""
     d = op.d
     row = op.wide.row_bytes
+    timeline.mark(c.brought, "bring front", layer)
     first, n = share(d.router_rows, c.cta, op.ctas)
     router = (field(c, layer, F["router"], COUNT) + Int64(first) * row, Int32(n))
     first, n = share(d.latent_rows, c.cta, op.ctas)
     latent = (field(c, layer, F["latent_down"], COUNT) + Int64(first) * row, Int32(n))
     it = fill_two(c, it, router, latent, op)
-    g = op.rows(d.hidden, pair=True)
-    first, n = share(d.shared_dim, c.cta, op.ctas)
-    source = field(c, layer, F["shared_gate_up"], COUNT) + Int64(first) * g.row_bytes
-    return fill_pairs(c, it, source, Int64(d.shared_dim * g.row_bytes), n, g, op)
-
-
-@cute.jit
-def fill_shared(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
-    d = op.d
-    g = op.rows(d.shared_dim)
-    shared = field(c, layer, F["shared_down"], COUNT)
-    first, n = share(d.hidden_local, c.cta, op.ctas)
-    it = fill(c, it, shared + Int64(first) * g.row_bytes, n, g, op)
-    if cutlass.const_expr(d.hidden > d.hidden_local):
-        first, n = share(d.hidden - d.hidden_local, c.cta, op.ctas)
-        it = fill(c, it, shared + Int64(d.hidden_local + first) * g.row_bytes, n, g, op)
+    for part in cutlass.range(3, unroll=1):
+        it = bring(c, layer, it, 6 + part, op)
+        if part == 0:
+            timeline.mark(c.brought, "routing", layer, kind="wait")
+            cute.arch.mbarrier_wait(c.routed, routing & 1)
+            timeline.mark(c.brought, "bring experts", layer)
+            it = fill_up(c, layer, it, op)
+        elif part == 1:
+            it = bring(c, layer, it, Int32(9), op)
+            it = fill_down(c, layer, it, op)
     return it
-
-
-@cute.jit
-def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Constexpr):
-    """All of one FFN; waits for the routing, number `routing` of the launch, before the routed experts."""
-    d = op.d
-    timeline.mark(c.brought, "bring front", layer)
-    it = fill_first(c, layer, it, op)
-    timeline.mark(c.brought, "routing", layer, kind="wait")
-    cute.arch.mbarrier_wait(c.routed, routing & 1)
-    timeline.mark(c.brought, "bring experts", layer)
-    it = fill_up(c, layer, it, op)
-    it = fill_shared(c, layer, it, op)
-    it = fill_down(c, layer, it, op)
-    g = op.rows(d.latent)
-    first, n = share(d.hidden_local, c.cta, op.ctas)
-    source = field(c, layer, F["latent_up"], COUNT) + Int64(first) * g.row_bytes
-    return fill(c, it, source, n, g, op)
 
 
 # ---- consumers
@@ -134,11 +111,13 @@ def ffn(
     number: Int32,
     at_: tuple,
     rX: cute.Tensor,
+    mIds: cute.Tensor,
     op: cutlass.Constexpr,
 ):
     """The FFN of a layer with experts, number `number` of the launch; delta is posted, not yet hinted at."""
     it, edge = at_
     turn = turn_of(c, number)
+    rBias = load_bias(c, layer, op)
     _, n_r = share(op.d.router_rows, c.cta, op.ctas)
     _, n_l = share(op.d.latent_rows, c.cta, op.ctas)
     _, n_s = share(op.d.shared_dim, c.cta, op.ctas)
@@ -149,6 +128,10 @@ def ffn(
         post_front(c, part == 1, turn, op)
         if part == 0:
             hint(c, op, ROUTE)
+            timeline.mark(c.track, "edge route", layer, kind="edge")
+            wait(c, number + 1, op, ROUTE, False, op.missing)
+            timeline.mark(c.track, "choose", layer)
+            choose(c, layer, turn, rBias, mIds, op)
         else:
             consumers(op)
     timeline.mark(c.track, "experts up", layer)
@@ -160,7 +143,6 @@ def ffn(
     timeline.mark(c.track, "edge h", layer, kind="edge")
     wait(c, edge, op, acquire=False, missing=op.missing)
     timeline.mark(c.track, "experts down", layer)
-    cute.arch.mbarrier_wait(c.routed, number & 1)
     it = pieces_down(c, layer, turn, it, op)
     hint(c, op)
     edge += 1

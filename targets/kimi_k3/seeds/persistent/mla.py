@@ -26,7 +26,6 @@ from targets.kimi_k3.seeds.persistent.device import (
     drain,
     empty_some,
     field,
-    fill,
     gathered,
     hint,
     insist,
@@ -86,33 +85,6 @@ def fill_cache(c: Ctx, layer: Int32, it: Int32, cache: Cache, op: cutlass.Conste
             bulk(c, s, Int32(0), source + j * op.cache_rows * d.kv_dim * 2, Int32(part), op)
             it += 1
     return it
-
-
-@cute.jit
-def fill_mla(c: Ctx, layer: Int32, it: Int32, cache: Cache, op: cutlass.Constexpr):
-    d = op.d
-    first, n = share(d.a_proj_rows, c.cta, op.ctas)
-    it = fill(
-        c,
-        it,
-        field(c, layer, F["a_proj"], COUNT) + Int64(first) * op.wide.row_bytes,
-        n,
-        op.wide,
-        op,
-    )
-    g = op.rows(d.q_lora)
-    first, n = share(d.mla_heads * (d.qk_nope + d.qk_rope), c.cta, op.ctas)
-    it = fill(c, it, field(c, layer, F["q_b"], COUNT) + Int64(first) * g.row_bytes, n, g, op)
-    it = fill_cache(c, layer, it, cache, op)
-    g = op.rows(d.kv_lora)
-    head = c.cta // op.slices
-    if head < d.mla_heads:
-        first, n = share(d.v_dim, c.cta % op.slices, op.slices)
-        source = field(c, layer, F["w_uv"], COUNT) + Int64(head * d.v_dim + first) * g.row_bytes
-        it = fill(c, it, source, n, g, op)
-    g = op.rows(d.mla_dim)
-    first, n = share(d.hidden, c.cta, op.ctas)
-    return fill(c, it, field(c, layer, F["o_proj"], COUNT) + Int64(first) * g.row_bytes, n, g, op)
 
 
 # ---- consumers

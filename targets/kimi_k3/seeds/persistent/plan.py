@@ -170,8 +170,8 @@ class Op:
     many stages may be on their way at once, 0 for the whole ring. direct: who needs values of other CTAs waits for them
     alone: 1 within an instance, 2 from one to the next too, whose edge is passed only before boxes are used again.
     jitter: delays of up to so many ns (a power of two) before some arrivals, to look for hangs; 0 but in soaks.
-    missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. apart:
-    experts are chosen by a warp of its own.
+    missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. kept: the
+    prefix, and the bank's rows if there is room, stay in shared memory.
     """
 
     d: object
@@ -185,7 +185,7 @@ class Op:
     direct: int = 0
     jitter: int = 0
     missing: int = 0
-    apart: bool = False
+    kept: bool = False
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0
@@ -227,11 +227,6 @@ class Op:
         """Experts whose w2 rows share a stage."""
         piece = self.down_rows * (self.down.code_bytes + self.down.scale_bytes)
         return max(1, min(self.d.topk, self.stage // piece))
-
-    @property
-    def down_parts(self):
-        """Pieces of 128 columns in a row of w2."""
-        return -(-self.d.expert_dim // 128)
 
     @property
     def up_warps(self):
@@ -322,7 +317,7 @@ class Op:
         d = self.d
         kda = 4 * 4 * d.head_dim
         choice = 4 * 36 + 8 * d.experts
-        down = 2 * d.topk * d.expert_dim + 4 * d.topk * self.down_parts * self.down_rows
+        down = 2 * d.topk * d.expert_dim + 4 * d.topk * self.down_rows
         columns = most(d.kv_lora // 8, self.slices)
         absorb = self.new_bytes + self.head_bytes + 32 * (self.threads // columns) * columns
         attend = self.new_bytes + 4 * d.mla_heads * self.query_words + 32 * (d.page + 8) + 192
@@ -348,13 +343,13 @@ class Op:
     @property
     def bank_kept(self):
         """Whether the bank's rows stay in shared memory: few do."""
-        return self.apart and 2 * self.d.bank_rows * self.d.hidden <= 32768
+        return self.kept and 2 * self.d.bank_rows * self.d.hidden <= 32768
 
     @property
     def kept_words(self):
         """Words of the prefix and of the bank that stay in shared memory, each thread's for itself."""
         rows = 1 + (self.d.bank_rows if self.bank_kept else 0)
-        return rows * self.kept_row if self.apart else 0
+        return rows * self.kept_row if self.kept else 0
 
     @property
     def kept_row(self):

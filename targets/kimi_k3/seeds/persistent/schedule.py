@@ -2,15 +2,14 @@
 
 Why it cannot hang, in words: every CTA arrives at edge e of a line before it waits for it, and waits in one order that
 all share, so the slowest CTA never waits for itself. A producer waits for a free stage, which the consumers of its own
-CTA give back in order without waiting for anything behind it in the list, and for the routing. That comes from a warp
-which waits for the logits of all CTAs and for nothing else, and consumers post theirs before they take the first stage
-of an expert. `simulate` runs exactly these rules for all CTAs and says who stands still if one does.
+CTA give back in order without waiting for anything behind it in the list, and for the routing, which they publish
+before they take the first stage of an expert. `simulate` runs exactly these rules for all CTAs and says who stands
+still if one does.
 
 Boxes behind an edge add nothing to this: who looks into one waits for an element whose owner posts it before it
 arrives (or hints) at the edge that was waited for, and posting waits for nobody. Four boxes are looked into without
 an edge of their own ("look"): a head's query and latent sum in MLA, the FFN's latent and the shared expert's hidden
-vector. Their
-owners post them before they look themselves, and behind the same waits that the one who looks has passed.
+vector. Their owners post them before they look themselves, and behind the same waits that the one who looks has passed.
 
 The lists are written down here a second time, beside the kernel's loops; the cpu device runs the kernel itself.
 """
@@ -25,8 +24,8 @@ from targets.kimi_k3.seeds.persistent.plan import CodeRows, Op, Rows, share
 from targets.kimi_k3.seeds.persistent.tile_plan import TileOp
 
 Event = tuple[Any, ...]
-"""Consumers: ("take", label), ("hold", labels), ("arrive", line), ("wait", line, edge), ("route",), ("chosen", turn),
-("post", box, layer), ("look", box, layer, CTAs that post there); the lines are those of `device`, ALL and ROUTE.
+"""Consumers: ("take", label), ("hold", labels), ("arrive", line), ("wait", line, edge), ("route",), ("post", box,
+layer), ("look", box, layer, CTAs that post there); the lines are those of `device`, ALL and ROUTE.
 Producer: ("stage", label, bytes), ("routed", turn). A label is (matrix, layer, first row, rows)."""
 
 
@@ -36,12 +35,11 @@ class Lists:
 
     produce: list[Event] = field(default_factory=list)
     consume: list[Event] = field(default_factory=list)
-    apart: bool = False  # a warp of its own chooses experts; else consumers do, at ("route",)
 
 
 def lists(op: Op, cta: int, length: int) -> Lists:
     """Both lists of a CTA for a launch over a context of `length` tokens (the new one counted)."""
-    out = Lists(apart=True)
+    out = Lists()
     edge, routed = 0, 0
     for n, (attn, ffn) in enumerate(zip(op.d.attn, op.d.ffn, strict=True)):
         if n > 0:
@@ -138,7 +136,7 @@ def _moe(op: Op, cta: int, n: int, out: Lists, edge: int, routed: int) -> int:
     first = sum(share(rows, cta, op.ctas)[0] for rows in (d.router_rows, d.latent_rows))
     count = sum(share(rows, cta, op.ctas)[1] for rows in (d.router_rows, d.latent_rows))
     _rows(out, "front", n, op.wide, (first, count))
-    out.consume += [("post", "latent", n), ("arrive", "route")]
+    out.consume += [("post", "latent", n), ("arrive", "route"), ("wait", "route", routed + 1), ("route",)]
     pair = op.rows(d.hidden, pair=True)
     _rows(out, "shared_gate_up", n, pair, share(d.shared_dim, cta, op.ctas))
     out.consume += [("post", "hs", n), ("look", "latent", n, tuple(range(op.ctas)))]
@@ -152,7 +150,7 @@ def _moe(op: Op, cta: int, n: int, out: Lists, edge: int, routed: int) -> int:
     first, rows = share(d.hidden - d.hidden_local, cta, op.ctas)
     _rows(out, "shared_down", n, down, (d.hidden_local + first, rows))
     edge += 1
-    out.consume += [("wait", "all", edge), ("chosen", routed)]
+    out.consume.append(("wait", "all", edge))
     for label, size in _experts_down(op, cta, n):
         out.produce.append(("stage", label, size))
         out.consume.append(("take", label))
@@ -209,8 +207,6 @@ def simulate(op: Op | TileOp, programs: Sequence[Lists]) -> str:
     while moved:
         moved = False
         arrivals = {line: min(c.arrived[line] for c in ctas) for line in ("all", "route")}
-        for c in ctas:
-            c.routes = arrivals["route"] if c.lists.apart else c.routes
         for number, c in enumerate(ctas):
             while _produce(op, c):
                 moved = True
@@ -255,8 +251,6 @@ def _consume(c: _Cta, number: int, arrivals: dict[str, int], posted: set[Event])
         return False
     event = c.lists.consume[c.c]
     if event[0] == "wait" and arrivals[event[1]] < event[2]:
-        return False
-    if event[0] == "chosen" and c.routes <= event[1]:
         return False
     if event[0] == "look" and any((*event[1:3], owner) not in posted for owner in event[3]):
         return False

@@ -43,7 +43,7 @@ def open_cta(
         mSync.iterator, smem(Int32, (8,), (1,)),
         Int64(0) if cutlass.const_expr(mMail is None) else mMail.iterator.toint(),
         timeline.track(phases, cta, tid == 0), timeline.track(phases, op.ctas + cta, tid == op.threads),
-        smem(Int32, (2 * d.experts,), (1,)) if cutlass.const_expr(op.apart) else None,
+        smem(Int32, (160,), (1,)) if cutlass.const_expr(op.kept) else None,
         smem(Uint32, (op.kept_words,), (1,)) if cutlass.const_expr(op.kept_words > 0) else None,
     )  # fmt: skip
     if tid < 8:
