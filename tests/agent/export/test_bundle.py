@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow  # a real export and its assembler, and torch oper
 
 ALLOWED = {
     "__future__", "collections", "ctypes", "cuda", "hashlib", "json", "math", "pathlib", "sys", "torch", "typing",
-    "warnings",
+    "warnings", "weakref",
 }  # fmt: skip
 
 
@@ -81,6 +82,59 @@ def test_tensors_may_move_between_calls(package: ModuleType) -> None:
         expected = wanted(weights, inputs, states)
         k(inputs, states, outputs)
         torch.testing.assert_close(outputs["outputs.y"], expected)
+
+
+def test_a_tensor_is_checked_again_whenever_it_has_changed(
+    package: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k, _ = kernel(package)
+    weights, inputs, states, outputs = tensors(k)
+    looked: list[str] = []
+    whole = package.Kernel.fit
+    monkeypatch.setattr(
+        package.Kernel, "fit", lambda self, n, t: looked.append(n) or whole(self, n, t)
+    )
+    k.prepare(weights)
+
+    def step() -> list[str]:
+        looked.clear()
+        expected = wanted(weights, inputs, states)
+        k(inputs, states, outputs)
+        torch.testing.assert_close(outputs["outputs.y"], expected)
+        return list(looked)
+
+    everything = ["inputs.x", "states.s", "outputs.y", "outputs.copy"]
+    assert step() == everything and step() == []
+    x = inputs["inputs.x"]
+    x.data = torch.randn(small.N)  # the same object elsewhere
+    assert step() == ["inputs.x"] and step() == []
+    inputs["inputs.x"] = x.clone()
+    assert step() == ["inputs.x"]
+    inputs["inputs.x"] = inputs["inputs.x"].view(small.N)  # another object at the same address
+    assert step() == ["inputs.x"]
+    k.prepare(weights)  # a new plan knows no address yet
+    assert step()[-4:] == everything
+    y = inputs["inputs.x"]
+    for spoil, message in (
+        (lambda: y.resize_(small.N - 1), "not f32"),
+        (lambda: y.as_strided_((small.N,), (0,)), "contiguous"),
+    ):
+        kept = y.detach().clone()
+        spoil()
+        with pytest.raises(ValueError, match=message):
+            k(inputs, states, outputs)
+        y.set_(kept)
+        step()
+
+
+def test_calls_keep_no_tensor_alive(package: ModuleType) -> None:
+    k, _ = kernel(package)
+    weights, inputs, states, outputs = tensors(k)
+    k.prepare(weights)(inputs, states, outputs)
+    alive = weakref.ref(inputs.pop("inputs.x"))
+    assert alive() is None
+    with pytest.raises(ValueError, match="no tensor for inputs.x"):
+        k(inputs, states, outputs)
 
 
 def test_a_call_allocates_nothing(package: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
