@@ -13,19 +13,21 @@ It reads the record and writes that folder; it judges nothing, and artifacts are
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent import ranking, waterfall
+from agent import ranking, search, waterfall
 from agent.profiles import profiled
 from agent.store import Queries
 from agent.views import clean
 from agent.winners import device_slug, target_slug
-from agent.workspace import Missing, Place, replace_folder
+from agent.workspace import Missing, Place, read_json, replace_folder
 from sandbox import strict
+from sandbox.verdict import Verdict
 
 SCHEMA = 1
 NAME = "record.json"
@@ -47,6 +49,7 @@ def write(place: Place, queries: Queries, run: str, folder: Path | None = None) 
     rows = queries.candidates(row["id"])
     files: dict[str, bytes] = {}
     candidates = [_candidate(queries, c, files) for c in rows]
+    candidates += _unfinished(queries, row["id"], len(rows), files)
     device = next((c["device"] for c in candidates if c["device"]), {"kind": row["device"]})
     record = {
         "schema": SCHEMA, "run": row["id"], "target": row["target"], "device": device,
@@ -57,7 +60,7 @@ def write(place: Place, queries: Queries, run: str, folder: Path | None = None) 
             {k: d[k] for k in ("round", "kind", "seq", "reason", "date")} for d in queries.decisions(row["id"])
         ],
         "lessons": list(queries.lessons(row["id"])),
-        "ranking": list(ranking.order(ranking.results(rows))),
+        "ranking": list(ranking.order(ranking.results(candidates))),
     }  # fmt: skip
     files[NAME] = _pretty(record)
     files["README.md"] = readme(record).encode()
@@ -121,6 +124,56 @@ def _candidate(queries: Queries, row: Mapping[str, Any], files: dict[str, bytes]
     }  # fmt: skip
 
 
+def _unfinished(
+    queries: Queries, run: str, first: int, files: dict[str, bytes]
+) -> list[dict[str, Any]]:
+    """Candidates that the run was still at work on, cut off by a kill or an end of time: what there is of them."""
+    found: list[dict[str, Any]] = []
+    run_files = queries.workspace.run(run)
+    for seq in itertools.count(first):
+        proposed = read_json(run_files.proposal(seq, 0))
+        if proposed is None or proposed.get("source") is None:
+            return found
+        files[f"candidates/{seq}.py"] = queries.workspace.get(proposed["source"])
+        names: list[str] = []
+        last: Verdict | None = None
+        for tier in ("screen", "full", "promote"):
+            judged = read_json(run_files.judged(seq, 0, tier))
+            if judged is not None and judged.get("verdict"):
+                last = queries.workspace.verdict(judged["verdict"])
+                names.append(f"verdicts/{seq}-{tier}-{len(names)}.json")
+                files[names[-1]] = _pretty(last.to_json())
+        lines = waterfall.lines(last.profile) if last is not None else []
+        if lines:
+            files[f"waterfalls/{seq}.txt"] = ("\n".join(map(clean, lines)) + "\n").encode()
+        found.append(
+            {
+                **dict.fromkeys(_KEPT), **_numbers(last), "seq": seq, "note": proposed.get("note"),
+                "predicted_gain": proposed.get("predicted_gain"), "created": proposed.get("date"),
+                "promoted": False, "unfinished": True, "device": dict(last.device) if last else {},
+                "tunables": proposed.get("tunables") or {}, "source": f"candidates/{seq}.py",
+                "verdicts": names, "waterfall": f"waterfalls/{seq}.txt" if lines else None,
+            }
+        )  # fmt: skip
+    return found
+
+
+def _numbers(v: Verdict | None) -> dict[str, Any]:
+    """Of the last verdict of a candidate that has no row, as rows have them."""
+    if v is None:
+        return {"status": "not judged"}
+    timed = search.workload(v)
+    ratio = timed.speedup_incumbent if timed else None
+    return {
+        "status": str(v.status), "outcome": str(v.outcome) if v.outcome else None, "tier": str(v.tier),
+        "trust": str(v.trust), "us": timed.us if timed else None,
+        "us_per_layer": timed.us_per_layer if timed else None, "launches": timed.launches if timed else None,
+        "fraction_of_floor_measured": search.fraction(v), "message": v.failure.message if v.failure else None,
+        "speedup_incumbent": ratio.value if ratio else None, "incumbent_low": ratio.low if ratio else None,
+        "incumbent_high": ratio.high if ratio else None,
+    }  # fmt: skip
+
+
 def readme(record: Mapping[str, Any]) -> str:
     """The course of the run for a reader."""
     work = ", ".join(f"{k}={v}" for k, v in record["workload"].items())
@@ -131,7 +184,7 @@ def readme(record: Mapping[str, Any]) -> str:
         f"- proposals: {record['proposer']} {record['model'] or ''}".rstrip(),
         f"- started {record['started']}; ended: {record['stop'] or 'open'}", "",
         "Judge it again: `kernelgen replay .` in this folder. Times are microseconds of a step; gains are over the "
-        "incumbent of then, with 95 % intervals.", "",
+        "incumbent of then, with 95 % intervals. Unfinished: the run was cut off before the next tier.", "",
         "| candidate | predicted | measured | us | of the floor | status | |", "|---|---|---|---|---|---|---|",
         *[_line(c) for c in record["candidates"]], "",
         f"Fastest first: {', '.join(map(str, record['ranking'])) or 'none was timed'}.",
@@ -161,7 +214,8 @@ def _line(c: Mapping[str, Any]) -> str:
     cells = [
         str(c["seq"]), f"{c['predicted_gain']:.3f}" if c["predicted_gain"] else "-", gain,
         f"{c['us']:.2f}" if c["us"] is not None else "-", f"{floor:.1%}" if floor is not None else "-",
-        f"{c['status']} ({c['tier']})", "new best" if c["promoted"] and c["seq"] else "",
+        f"{c['status']} ({c['tier']})",
+        "unfinished" if c.get("unfinished") else "new best" if c["promoted"] and c["seq"] else "",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 

@@ -65,3 +65,22 @@ def test_a_folder_whose_numbers_were_changed_is_not_reproduced(call: Call) -> No
     path.write_text("{}")
     broken = call("replay", "kept", "--device", "cpu")
     assert broken.exit_code == 1 and "another form" in broken.stderr
+
+
+def test_what_a_run_was_still_at_work_on_is_kept_too(call: Call) -> None:
+    """A screen was done when time ran out: no row tells of the candidate, its files do."""
+    run = json.loads(optimize(call, "--rounds", "2", "--json").stdout)["run"]
+    folder = Path(".kernelgen/runs") / run / "candidates"
+    last = max(int(p.name) for p in folder.iterdir())
+    cut = folder / str(last + 1)
+    cut.mkdir()
+    for name in ("0-proposal.json", "0-screen.json"):
+        (cut / name).write_text((folder / str(last) / name).read_text())
+    assert call("trajectory", run, "-o", "kept").exit_code == 0
+    record = json.loads(Path("kept/record.json").read_text())
+    found = record["candidates"][last + 1]
+    assert found["unfinished"] and not found["promoted"] and found["tier"] == "screen"
+    assert (
+        found["seq"] in record["ranking"] and "unfinished |" in Path("kept/README.md").read_text()
+    )
+    assert Path("kept", found["source"]).exists() and Path("kept", found["verdicts"][0]).exists()
