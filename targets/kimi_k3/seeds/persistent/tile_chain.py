@@ -38,7 +38,8 @@ TUNABLES = {
     "consumer_warps": (14, 28),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "early": (16, 0, 4, 64),
-    "in_flight": (0, 2, 3, 4, 5, 6),
+    "in_flight": (0, 2, 3, 4, 5, 6, 1),
+    "ahead": (0, 1, 2, 3),
     "spin_limit": (0, 200000, 2000000),
 }
 
@@ -129,7 +130,7 @@ def tile_shape(dims, cfg):
     refuse_others_tiles(dims)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     return TileOp(
-        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early, cfg.in_flight
+        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early, cfg.in_flight, cfg.ahead
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """w2 of the routed experts in the tile kernel: a warp has a tile of rows of every so many experts; z."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -10,13 +12,20 @@ from targets.kimi_k3.seeds.persistent.device import (
     bulk,
     consumers,
     field,
+    mma_rows,
     stage_done,
     stage_free,
     stage_full,
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.plan import share
-from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, codes_times, group_of, wanted
+from targets.kimi_k3.seeds.persistent.tile_codes import (
+    CODE_SCALE_T,
+    codes_times,
+    group_of,
+    spread,
+    wanted,
+)
 from targets.kimi_k3.seeds.persistent.tile_device import (
     COUNT_T,
     T,
@@ -113,6 +122,51 @@ def piece_times(
 
 
 @cute.jit
+def spread_ahead(c: Tiles, it: Int32, op: cutlass.Constexpr):
+    """rW[4, 2, 4, chunks]: the first chunks of this warp's first expert as operands, made before h is there."""
+    g = op.down
+    n = share(op.d.latent, c.cta, op.ctas, g.unit)[1]
+    tile, turn = c.warp % op.down_tiles, c.warp // op.down_tiles
+    expert = turn if turn < op.down_share else Int32(0)
+    slot = stage_full(c, it + expert // op.down_slots, op)
+    piece = slot * op.stage + expert % op.down_slots * op.down_piece
+    scales = piece + op.down_rows * g.code_bytes
+    rW = cute.make_rmem_tensor(cute.make_layout((4, 2, 4, op.ahead)), Uint32)
+    for v in cutlass.range_constexpr(op.ahead):
+        j = 4 * v + c.lane % 4
+        j = j if j < op.d.expert_dim // 32 else op.d.expert_dim // 32 - 1
+        for half in cutlass.range_constexpr(2):
+            row = tile * 16 + c.lane // 4 + 8 * half
+            row = row if row < n else n - 1
+            words, scale = group_of(
+                c, piece // 16 + row * (g.code_bytes // 16) + j, scales + row * g.scale_bytes + j
+            )
+            for k in cutlass.range_constexpr(4):
+                out = spread(words[k], scale)
+                for e in cutlass.range_constexpr(4):
+                    rW[e, half, k, v] = out[e]
+    return rW
+
+
+@cute.jit
+def first_expert(
+    c: Tiles, it: Int32, expert: Int32, rW: cute.Tensor, given: tuple, op: cutlass.Constexpr
+):
+    """rC = w2 h of this warp's first expert, the first chunks from rW."""
+    rC, rX, n, tile = given
+    rC.fill(0.0)
+    slot = (it + expert // op.down_slots) % op.stages
+    piece = slot * op.stage + expert % op.down_slots * op.down_piece
+    for v in cutlass.range_constexpr(op.down_chunks):
+        hidden_alone(c, expert, v, rX[None, None, v], op)
+        if cutlass.const_expr(v < op.ahead):
+            for k in cutlass.range_constexpr(4):
+                mma_rows(rC, rW[None, 0, k, v], rW[None, 1, k, v], rX[None, k, v])
+        else:
+            piece_times(c, piece, tile, v, (rC, rX[None, None, v], n), op)
+
+
+@cute.jit
 def weigh(c: Tiles, expert: Int32, rC: cute.Tensor, rSum: cute.Tensor, op: cutlass.Constexpr):
     """rSum[4] += weight of the expert for the lane's two tokens times bf(rC)."""
     for e in cutlass.range_constexpr(2):
@@ -125,7 +179,9 @@ def weigh(c: Tiles, expert: Int32, rC: cute.Tensor, rSum: cute.Tensor, op: cutla
 
 
 @cute.jit
-def tiles_down(c: Tiles, layer: Int32, it: Int32, rRemote: cute.Tensor, op: cutlass.Constexpr):
+def tiles_down(
+    c: Tiles, layer: Int32, it: Int32, rRemote: cute.Tensor, rW: Any, op: cutlass.Constexpr
+):
     """z = bf(bf(sum over experts of w_e bf(w2_e h)) + the others') of this CTA's rows.
 
     A warp has one tile of the rows and every `down_share`-th expert; the next expert's h is on its way meanwhile.
@@ -144,6 +200,11 @@ def tiles_down(c: Tiles, layer: Int32, it: Int32, rRemote: cute.Tensor, op: cutl
     if cutlass.const_expr(op.alone):
         to_vec(c, place(c, "h", layer, op), 0, d.topk * d.expert_dim, op)
         consumers(op)
+        if cutlass.const_expr(op.ahead > 0):
+            if works:
+                first_expert(c, it, expert, rW, (rC, rX, n, tile), op)
+                weigh(c, expert, rC, rSum, op)
+                expert += op.down_share
     else:
         for v in cutlass.range_constexpr(op.down_chunks):
             load_hidden(c, layer, expert, v, rX[None, None, v], op)

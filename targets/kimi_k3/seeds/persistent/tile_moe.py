@@ -27,7 +27,12 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     take_box,
     tell,
 )
-from targets.kimi_k3.seeds.persistent.tile_down import fill_pieces, others_sums, tiles_down
+from targets.kimi_k3.seeds.persistent.tile_down import (
+    fill_pieces,
+    others_sums,
+    spread_ahead,
+    tiles_down,
+)
 from targets.kimi_k3.seeds.persistent.tile_front import (
     far_sums,
     first_x,
@@ -131,9 +136,10 @@ def tile_moe(c: Tiles, layer: Int32, edge: Int32, it: Int32, given: tuple, op: c
     edge += 1
     timeline.mark(c.track, "edge h", layer, kind="edge")
     rRemote = others_sums(c, layer, op)
+    rW = spread_ahead(c, it, op) if cutlass.const_expr(op.alone and op.ahead > 0) else None
     meet(c, edge, op)
     timeline.mark(c.track, "experts down", layer)
-    it = tiles_down(c, layer, it, rRemote, op)
+    it = tiles_down(c, layer, it, rRemote, rW, op)
     tell(c, op)
     edge += 1
     timeline.mark(c.track, "edge z", layer, kind="edge")

@@ -77,6 +77,8 @@ class TileOp:
     """CTAs that may be missing when boxes are looked into that say themselves what is there."""
     in_flight: int = 0
     """Stages that may be on their way at once, 0: the whole ring (`device.stage_free` says why)."""
+    ahead: int = 0
+    """Chunks of w2 of a warp's first expert that are made operands before h is there, for a single token."""
 
     @property
     def threads(self):
