@@ -26,23 +26,26 @@ class Result:
 @dataclass(frozen=True)
 class Comparison:
     """Two orders, best first. `pairs` were told apart in the record and timed again; `swapped` of them are the other
-    way round now; `changed`: whose status is another (seq, then, now); `missing` were not judged again."""
+    way round now, `close` are not told apart now; `changed`: whose status is another (seq, then, now); `missing` were not judged again."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
     pairs: int
     swapped: tuple[tuple[int, int], ...]
+    close: tuple[tuple[int, int], ...]
     changed: tuple[tuple[int, str, str], ...]
     missing: tuple[int, ...]
 
     @property
     def same(self) -> bool:
-        return not (self.swapped or self.changed or self.missing)
+        """Nothing contradicts the record, and something confirms it if it says anything."""
+        confirmed = not self.pairs or self.pairs > len(self.close)
+        return confirmed and not (self.swapped or self.changed or self.missing)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "before": list(self.before), "after": list(self.after), "pairs": self.pairs,
-            "swapped": [list(x) for x in self.swapped], "changed": [list(x) for x in self.changed],
+            "swapped": [list(x) for x in self.swapped], "close": [list(x) for x in self.close], "changed": [list(x) for x in self.changed],
             "missing": list(self.missing), "same": self.same,
         }  # fmt: skip
 
@@ -67,14 +70,17 @@ def compare(
 ) -> Comparison:
     """Pairs count if the recorded times differ by more than `margin` and both have a time now."""
     now = {r.seq: r for r in after}
-    swapped, pairs = [], 0
+    swapped, close, pairs = [], [], 0
     for a, b in combinations([r for r in before if r.us is not None], 2):
         fast, slow = (a, b) if (a.us or 0.0) < (b.us or 0.0) else (b, a)
         again = [now[r.seq].us if r.seq in now else None for r in (fast, slow)]
         if (slow.us or 0.0) <= (fast.us or 0.0) * (1 + margin) or None in again:
             continue
         pairs += 1
-        if not (again[0] or 0.0) < (again[1] or 0.0):
+        first, second = again[0] or 0.0, again[1] or 0.0
+        if max(first, second) <= min(first, second) * (1 + margin):
+            close.append((fast.seq, slow.seq))
+        elif first > second:
             swapped.append((fast.seq, slow.seq))
     changed = [
         (r.seq, r.status, now[r.seq].status)
@@ -82,4 +88,6 @@ def compare(
         if r.seq in now and now[r.seq].status != r.status
     ]
     missing = tuple(r.seq for r in before if r.seq not in now)
-    return Comparison(order(before), order(after), pairs, tuple(swapped), tuple(changed), missing)
+    return Comparison(
+        order(before), order(after), pairs, tuple(swapped), tuple(close), tuple(changed), missing
+    )

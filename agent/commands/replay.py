@@ -72,7 +72,8 @@ def replay(name: str, **asked: Any) -> int:
       kernelgen replay kernels_out/kimi-k3-kda/h200/01JD3V...
       kernelgen replay last --device cpu --preset tiny --layers 2
 
-    Exit codes: 0 the order is the same (of times that the record tells apart) and so is every status; 1 it is not.
+    Exit codes: 0 every status is the same and no pair of times that the record and this machine tell apart has
+    another order; 1 otherwise.
     """
     place = common.place_of(asked["db"], asked["out"])
     folder, recorded = _source(place, name)
@@ -166,7 +167,12 @@ def _words(
         )
     lines.append(f"fastest first, recorded: {_order(found.before)}; now: {_order(found.after)}")
     if found.same:
-        lines.append(f"the ranking is reproduced: {found.pairs} pairs that the record tells apart")
+        told = found.pairs - len(found.close)
+        lines.append(
+            f"the ranking is reproduced: {told} of {found.pairs} pairs that the record tells apart"
+        )
+    for fast, slow in found.close:
+        lines.append(f"not told apart here: {fast} was faster than {slow}")
     for fast, slow in found.swapped:
         lines.append(f"swapped: {fast} was faster than {slow}")
     lines += [f"candidate {seq} was {then} and is {is_}" for seq, then, is_ in found.changed]

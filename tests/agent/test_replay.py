@@ -22,6 +22,9 @@ def test_times_closer_than_the_margin_may_swap_and_others_may_not() -> None:
     assert found.same and found.pairs == 2
     found = compare(before, results(15.0, 16.5, 14.0))
     assert found.swapped == ((1, 0),) and not found.same
+    found = compare(before, results(16.6, 16.5, 14.0))
+    assert found.close == ((1, 0),) and found.same
+    assert not compare(before, results(16.0, 16.0, 16.1)).same, "nothing is confirmed"
 
 
 def test_another_status_and_a_candidate_that_is_gone_are_told() -> None:
