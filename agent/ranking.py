@@ -26,7 +26,9 @@ class Result:
 @dataclass(frozen=True)
 class Comparison:
     """Two orders, best first. `pairs` were told apart in the record and timed again; `swapped` of them are the other
-    way round now, `close` are not told apart now; `changed`: whose status is another (seq, then, now); `missing` were not judged again."""
+    way round now, `close` are not told apart now; `changed`: whose status is another (seq, then, now); `missing` were
+    not judged again.
+    """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -45,8 +47,8 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         return {
             "before": list(self.before), "after": list(self.after), "pairs": self.pairs,
-            "swapped": [list(x) for x in self.swapped], "close": [list(x) for x in self.close], "changed": [list(x) for x in self.changed],
-            "missing": list(self.missing), "same": self.same,
+            "swapped": [list(x) for x in self.swapped], "close": [list(x) for x in self.close],
+            "changed": [list(x) for x in self.changed], "missing": list(self.missing), "same": self.same,
         }  # fmt: skip
 
 
