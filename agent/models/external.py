@@ -56,13 +56,15 @@ class External:
         """Raises Waiting, NoProposal for a file that cannot be taken, StopRun when time is up
         meanwhile.
         """
-        told = False
+        told = fresh = False
         while True:
             found = self._take(r.seq)
             if found is not None:
                 return found
-            if not (self.folder / "task.md").exists():
-                self._refresh(r.situation)
+            if not fresh:  # a reviewer may have sent something back since the round was planned
+                with self.lock:
+                    self._refresh(r.situation)
+                fresh = True
             if not self.wait:
                 raise Waiting(f"put the next kernel at {self.folder / 'candidate.py'}")
             if not told:

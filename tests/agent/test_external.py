@@ -18,6 +18,7 @@ from agent.models.external import External, offer
 from agent.models.replay import Replay
 from agent.models.scripted import ScriptedProposer
 from agent.models.tuner import Tuner
+from agent.review.decide import decide
 from agent.runner import Party, Run, Services, Session, advance, load_settings, make_ledger
 from agent.search import Limits
 from sandbox.jobs import JudgeJob
@@ -60,6 +61,20 @@ def test_a_run_without_a_proposal_stops_and_resume_takes_the_next_one(
     assert (third.how, third.stop, third.incumbent) == ("review", "candidates", 1)
     assert "ends as wrong" in (folder / "feedback.md").read_text()
     assert json.loads((folder / "history" / "2.json").read_text())["status"] == "wrong"
+
+
+def test_a_note_taken_while_a_proposal_is_awaited_reaches_the_author(
+    kit: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "outside"
+    run = kit.new(proposer="external", limits=replace(LIMITS, candidates=3))
+    kit.go(run, external(kit, folder))
+    offer(folder, kernel(80))
+    assert kit.go(run, external(kit, folder)).how == "waiting"  # the next round is planned already
+    row = kit.queries.candidate(f"{run}-1")
+    decide(kit.place, row, "send_back", ("no spins, please", "Ada <ada@example.org>"))
+    assert kit.go(run, external(kit, folder)).how == "waiting"
+    assert "sent back candidate 1: no spins, please" in (folder / "feedback.md").read_text()
 
 
 def test_claims_in_the_docstring_are_read(kit: Any, tmp_path: Path) -> None:
