@@ -43,6 +43,13 @@ class Subject:
         return f"{self.row['run']}-{self.row['seq']}"
 
     @property
+    def proposer(self) -> str:
+        """Who proposed it, with the model if it was a model."""
+        who = str(self.row["proposer"])
+        model = str(self.run["model"] or "") if who == self.run["proposer"] else ""
+        return f"{who} {model}".rstrip()
+
+    @property
     def slug(self) -> str:
         """A Python identifier: target, end of the run's id, number."""
         words = (

@@ -186,6 +186,6 @@ def rfc(s: Subject) -> str:
         "- Which predecessor work covers part of it? (search results: ____)",
         "- Who runs 8-GPU end-to-end and GSM8K before and after? ____", "",
         "## AI assistance", "",
-        "The kernel was proposed by kernelgen, a loop around language models, and judged automatically. The submitter "
-        "states here what they reviewed and ran themselves: ____", "",
+        f"The kernel was proposed by kernelgen, a loop around language models (this candidate: {s.proposer}), and "
+        "judged automatically. The submitter states here what they reviewed and ran themselves: ____", "",
     ])  # fmt: skip

@@ -229,4 +229,6 @@ def _template(tree: Path) -> str:
         text = (tree / ".github" / "PULL_REQUEST_TEMPLATE.md").read_text()
     except OSError:
         return ""
-    return text[text.index("\n---\n") :] if "\n---\n" in text else ""
+    below = text[text.index("\n---\n") :] if "\n---\n" in text else ""
+    # The one box that is known to hold; the others are for the person to tick.
+    return below.replace("- [ ] AI assistance was used", "- [x] AI assistance was used")

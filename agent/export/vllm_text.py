@@ -163,9 +163,10 @@ def _details(p: Plan, chip: str) -> str:
         f"**CI**: {_ci(p, chip)}", "",
         f"**Duplicate-work check**: search words used {BLANK}; near PRs and why this one differs {BLANK}. "
         "`gh pr list --repo vllm-project/vllm --state open --search \"kimi k3 " + p.place.part + "\"`", "",
-        f"**AI assistance**: kernelgen, a loop around language models, proposed the kernel; wrapper, tests and "
-        f"benchmark come from its templates. {p.s.reviewed[0].upper() + p.s.reviewed[1:]}. The submitter reviewed "
-        f"every changed line and ran the tests above: {BLANK}", "",
+        "**AI assistance**: AI assistance was used. kernelgen, a loop around language models, proposed the kernel "
+        f"(this candidate: {p.s.proposer}); wrapper, tests and benchmark come from its templates. "
+        f"{p.s.reviewed[0].upper() + p.s.reviewed[1:]}. The submitter reviewed every changed line and ran the tests "
+        f"above: {BLANK}", "",
         f"**Limits**: {_limits(p)}", "",
         f"Provenance: run `{p.s.run['id']}`, candidate {p.s.row['seq']}, artifact `{p.s.artifact.sha256}`, verdict "
         f"`{p.s.verdict_sha256}`.",

@@ -346,6 +346,12 @@ def test_pull_request_and_commits_say_what_is_known_and_what_is_not(tmp_path: Pa
         "4.8.0", p.test, "checked so", "checklist", s.artifact.sha256, "That baseline is not vLLM's kernel",
     ):  # fmt: skip
         assert wanted in text, wanted
+    assert "AI assistance was used. kernelgen, a loop around language models, proposed" in text
+    assert f"(this candidate: {s.proposer})" in text and s.row["proposer"] in s.proposer
+    form = root / ".github" / "PULL_REQUEST_TEMPLATE.md"
+    form.parent.mkdir(exist_ok=True)
+    form.write_text("above\n---\n- [ ] Design fits.\n- [ ] AI assistance was used here.\n")
+    assert vllm._template(root) == "\n---\n- [ ] Design fits.\n- [x] AI assistance was used here.\n"
     message = vllm_text.message(p, "kernel")
     assert message.startswith("[Kimi-K3][Kernel] ") and s.verdict_sha256 in message
     assert (
