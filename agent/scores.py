@@ -59,8 +59,10 @@ class Row:
 def row_from_json(d: Mapping[str, Any], planted: Planted) -> Row:
     """Inverse of `Row.to_json` for that entry of the catalogue."""
     effect = None if d["effect"] is None else Effect(**d["effect"])
-    said = (str(d[name]) for name in ("status", "tier", "rule", "message"))
-    return Row(planted, d["fate"], *said, dict(d["seconds"]), effect)
+    return Row(
+        planted, d["fate"], str(d["status"]), str(d["tier"]), str(d["rule"]), str(d["message"]), dict(d["seconds"]),
+        effect,
+    )  # fmt: skip
 
 
 def caught(p: Planted, v: Verdict) -> bool:

@@ -40,6 +40,7 @@ QUICK = (
     "attn-res/last-source-missed", "attn-res/mix-rounded", "kda/state-not-read", "kda/slots-in-order",
     "kda/decay-without-bound", "latent-moe/scale-of-the-neighbour", "latent-moe/shared-choice-skipped",
     "persistent/prefix-not-reported", "persistent/full-parity-inverted",
+    "oproj-allreduce/wrong-rank",
     "gemv/atomic-sum", "attn-res/base-two-softmax", "router/sigmoid-by-tanh", "kda/both-in-bf16",
 )  # fmt: skip
 
