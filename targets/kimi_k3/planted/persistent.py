@@ -70,7 +70,7 @@ def _work() -> list[Planted]:
         bug(_PART, "routing", "first-expert-for-all", "w2 of the first expert is used for the others",
             ("Int64(c.ids[start + k]) * d.latent", "Int64(c.ids[start]) * d.latent")),
         bug(_PART, "routing", "last-expert-dropped", "the expert of lowest rank is not added",
-            ("in cutlass.range(op.d.topk, unroll_full=True):", "in cutlass.range(op.d.topk - 1, unroll_full=True):")),
+            ("in cutlass.range(d.topk, unroll_full=True):", "in cutlass.range(d.topk - 1, unroll_full=True):")),
         bug(_PART, "routing", "weights-not-normalised", "weights are the scores themselves",
             ("c.weights[c.lane] = round_bf16(s / total)", "c.weights[c.lane] = round_bf16(s)")),
         bug(_PART, "order", "shared-expert-dropped", "the shared expert's result is not added",

@@ -12,7 +12,7 @@ _HERE = Path(__file__).parent
 _PARTS = {
     "decode": (
         "plan", "fields", "device", "setup", "vectors", "mix", "kda", "kda_half", "moe_fill", "moe_dense", "moe_route",
-        "moe_experts", "moe", "brief", "experts", "ffn", "mla", "decode",
+        "moe_experts", "moe", "brief", "ffn", "mla", "decode",
     ),
     "latent-moe-tiles": (
         "plan", "fields", "device", "setup", "tile_plan", "tile_device", "tile_codes", "tile_up", "tile_down",

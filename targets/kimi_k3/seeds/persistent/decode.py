@@ -64,10 +64,10 @@ TUNABLES = {
     "stage_bytes": (28672, 14336),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
-    "in_flight": (2, 0, 1, 3, 4),
+    "in_flight": (1, 2, 0, 3, 4),
     "missing": (0, 4, 16, 64),
     "jitter": (0, 16384),
-    "spin_limit": (2000000, 0, 200000),
+    "spin_limit": (0, 2000000, 200000),
 }
 
 

@@ -26,9 +26,9 @@ from targets.kimi_k3.seeds.persistent.device import (
     turn_of,
     wait,
 )
-from targets.kimi_k3.seeds.persistent.experts import pairs_up, pieces_down
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.moe import shared_down, up_projection
+from targets.kimi_k3.seeds.persistent.moe_experts import experts_down, experts_up
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_down, fill_up
 from targets.kimi_k3.seeds.persistent.moe_route import choose, load_bias
 from targets.kimi_k3.seeds.persistent.plan import share
@@ -135,7 +135,7 @@ def ffn(
         else:
             consumers(op)
     timeline.mark(c.track, "experts up", layer)
-    it = pairs_up(c, layer, turn, it, op)
+    it = experts_up(c, layer, turn, it, op)
     hint(c, op)
     timeline.mark(c.track, "shared down", layer)
     it = shared_down(c, layer, turn, it, op)
@@ -143,7 +143,7 @@ def ffn(
     timeline.mark(c.track, "edge h", layer, kind="edge")
     wait(c, edge, op, acquire=False, missing=op.missing)
     timeline.mark(c.track, "experts down", layer)
-    it = pieces_down(c, layer, turn, it, op)
+    it = experts_down(c, layer, turn, it, op)
     hint(c, op)
     edge += 1
     timeline.mark(c.track, "edge z", layer, kind="edge")

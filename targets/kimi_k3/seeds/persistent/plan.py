@@ -229,17 +229,6 @@ class Op:
         return max(1, min(self.d.topk, self.stage // piece))
 
     @property
-    def up_warps(self):
-        """Warps that share the columns of w1 and w3, 128 at a time."""
-        chunks = self.d.latent // 128
-        return max(a for a in range(1, self.warps + 1) if chunks % a == 0)
-
-    @property
-    def up_chunks(self):
-        """Times 128 columns that a warp has."""
-        return self.d.latent // 128 // self.up_warps
-
-    @property
     def slices(self):
         """CTAs to a head of KDA, and of MLA."""
         return max(1, self.ctas // max(self.d.kda_heads, self.d.mla_heads))
