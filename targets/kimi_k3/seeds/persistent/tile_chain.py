@@ -35,10 +35,10 @@ from targets.kimi_k3.seeds.persistent.tile_plan import TileOp, refuse_others_til
 
 TUNABLES = {
     "ring_stages": (0, 7, 6, 5, 4, 3, 2),
-    "consumer_warps": (14, 28),
+    "consumer_warps": (14,),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "early": (16, 0, 4, 64),
-    "in_flight": (0, 2, 3, 4, 5, 6, 1),
+    "in_flight": (2, 0, 3, 4, 5, 6, 1),
     "ahead": (0, 1, 2, 3),
     "spin_limit": (0, 200000, 2000000),
 }
