@@ -1,6 +1,6 @@
 """Tiles of the Triton kernels by place in the layer. Plain data and arithmetic.
 
-The rules are reasoned, not measured: nothing has been tuned on a GPU yet.
+The rules are what a first tuning on an H200 left for one row; for several rows they are reasoned.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ BLAS = Tile(0, 0, kind="cublaslt")
 """Not a tile: the product through cuBLASLt, with launches of ours before and after it where a place needs them."""
 
 
-MEASURED: dict[tuple[str, int], Tile] = {}
-"""(place, padded rows) -> tile that was faster in the whole step than the rule's; empty so far."""
+MEASURED: dict[tuple[str, int], Tile] = {("o_proj", 1): Tile(8, 512)}
+"""(place, padded rows) -> what was faster in the whole step than the rule's."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """How launches overlap. `fetch`: bytes of weights that a short launch asks into L2 for the next one, about what
-    memory gives while it runs; `open`: it lets the next one start before it waits."""
+    """How launches overlap. `fetch`: bytes of weights that a short launch asks into L2 for the next one, 0 for none;
+    `open`: it lets the next one start before it waits.
 
-    fetch: int = 16 << 20
+    On an H200 at tp8, M = 1, a step took 378.6 us without fetching and 418.6 with 16 MB; `open` made no difference.
+    """
+
+    fetch: int = 0
     open: bool = True
 
 
