@@ -7,6 +7,7 @@ must leave the same bits across that border. Scratch that changes in any other w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ BORDERS = (1 << 31, 1 << 32)
 WORD = 1 << 32
 ACROSS = 4
 """Periods that are run from before the border to behind it."""
+CYCLE = {"cuda": 12, "cpu": 4}
+"""Jumps are whole multiples of it: what alternates with a count (two boxes by its parity, three buffers in turn) stands
+where it stood. A jump of an odd number of steps rejected a right kernel."""
 MOST_JUMPS = {"cuda": 6, "cpu": 2}
 HOLD_NS = 2_000_000
 SHARES = (0.25, 0.5, 0.9)
@@ -72,7 +76,7 @@ def _counters(trial: Trial) -> None:
             "counters near overflow: persistent scratch does not change evenly from step to step"
         )
         return
-    jumps = jumps_of(growth)[: MOST_JUMPS[rig.device.kind]]
+    jumps = jumps_of(growth, CYCLE[rig.device.kind])[: MOST_JUMPS[rig.device.kind]]
     for steps in jumps:
         _jump(trial, (m, where), (growth, tensors), steps)
     if jumps:
@@ -112,8 +116,8 @@ def _growth(rig: Rig, m: Moment, where: Where, tensors: Words) -> Growth | None:
     return None
 
 
-def jumps_of(growth: Growth) -> list[int]:
-    """Numbers of steps after which some word is just before a border, without doubles."""
+def jumps_of(growth: Growth, cycle: int) -> list[int]:
+    """Numbers of steps after which some word is just before a border, whole cycles, without doubles."""
     found: set[int] = set()
     for now, step in zip(growth.now, growth.step, strict=True):
         grown = step > 0
@@ -124,8 +128,9 @@ def jumps_of(growth: Growth) -> list[int]:
             for border in BORDERS:
                 left = (border - value % WORD - 1) // by - 1
                 if left > ACROSS:
-                    found.add(left * growth.period)
-    return sorted(found)
+                    whole = math.lcm(cycle, growth.period)
+                    found.add(left * growth.period // whole * whole)
+    return sorted(found - {0})
 
 
 def _jump(trial: Trial, at: tuple[Moment, Where], what: tuple[Growth, Words], steps: int) -> None:
@@ -135,7 +140,7 @@ def _jump(trial: Trial, at: tuple[Moment, Where], what: tuple[Growth, Words], st
     for t, now, step in zip(tensors, growth.now, growth.step, strict=True):
         t.copy_(as_words(now.to(torch.int64) + step.to(torch.int64) * times))
     told = f"with its counters as after {steps:.3g} steps"
-    for n in range(ACROSS * growth.period):
+    for n in range(ACROSS * growth.period + math.lcm(CYCLE[rig.device.kind], growth.period)):
         try:
             found = difference(m, again(rig, m, ("random", n), where))
         except Faulted as end:

@@ -22,11 +22,13 @@ EPOCH = Buffer("workspace.epoch", "i32", (2,), init="zero", lifetime="persistent
 Kernel = Callable[[Mapping[str, torch.Tensor]], None]
 
 
-def judged(folder: Path, kernel: Kernel, kind: str = "cpu") -> Verdict:
+def judged(
+    folder: Path, kernel: Kernel, kind: str = "cpu", workspace: tuple[Buffer, ...] = (EPOCH,)
+) -> Verdict:
     todo = replace(
         FULL, seeds=1, steps=2, long=0, repeats=1, blocks=0, cold=False, distributions=False
     )
-    made = toy.artifact(("k",), workspace=(EPOCH,))
+    made = toy.artifact(("k",), workspace=workspace)
     job = JudgeJob(toy.saved(folder, made), toy.TARGET, {"rows": 4}, kind, Tier.FULL, seed=5)
     return judge.run(job, FakeDevice({"k": kernel}), todo=todo)
 
@@ -49,6 +51,23 @@ def test_a_counter_that_may_run_over_passes(tmp_path: Path) -> None:
     v = judged(tmp_path, counting(lambda seen: False))
     assert v.status is Status.PASSED, v.failure
     assert any("run over 2^31 and 2^32" in line for line in v.checked)
+
+
+def test_what_alternates_with_a_counter_stands_where_it_stood(tmp_path: Path) -> None:
+    """Two boxes by the counter's parity: the one of this step was emptied in the step before."""
+    boxes = Buffer("workspace.boxes", "f32", (2,), init="zero", lifetime="persistent")
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        toy.right(t)
+        now = int(t["workspace.epoch"][0]) & 1
+        if float(t["workspace.boxes"][now]) != 0.0:
+            t["outputs.y"][0] = 0.0
+        t["workspace.boxes"][now], t["workspace.boxes"][1 - now] = 1.0, 0.0
+        t["workspace.epoch"][0] += 3
+
+    v = judged(tmp_path, kernel, workspace=(EPOCH, boxes))
+    assert v.status is Status.PASSED, v.failure
+    assert any("run over 2^31" in line for line in v.checked)
 
 
 @pytest.mark.parametrize(
