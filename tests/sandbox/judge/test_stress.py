@@ -53,17 +53,21 @@ def test_a_counter_that_may_run_over_passes(tmp_path: Path) -> None:
     assert any("run over 2^31 and 2^32" in line for line in v.checked)
 
 
-def test_what_alternates_with_a_counter_stands_where_it_stood(tmp_path: Path) -> None:
-    """Two boxes by the counter's parity: the one of this step was emptied in the step before."""
+@pytest.mark.parametrize("start", [1, 2])
+def test_what_alternates_with_a_counter_stands_where_it_stood(tmp_path: Path, start: int) -> None:
+    """Two boxes by the counter's parity: the one of this step was emptied in the step before. From one of both starts
+    the border is an odd number of steps away."""
     boxes = Buffer("workspace.boxes", "f32", (2,), init="zero", lifetime="persistent")
 
     def kernel(t: Mapping[str, torch.Tensor]) -> None:
         toy.right(t)
-        now = int(t["workspace.epoch"][0]) & 1
-        if float(t["workspace.boxes"][now]) != 0.0:
+        count = int(t["workspace.epoch"][0])
+        now = count & 1
+        if count and float(t["workspace.boxes"][now]) != 0.0:
             t["outputs.y"][0] = 0.0
-        t["workspace.boxes"][now], t["workspace.boxes"][1 - now] = 1.0, 0.0
-        t["workspace.epoch"][0] += 3
+        following = (count + (1 if count else start)) & 1
+        t["workspace.boxes"][1 - following], t["workspace.boxes"][following] = 1.0, 0.0
+        t["workspace.epoch"][0] += 1 if count else start
 
     v = judged(tmp_path, kernel, workspace=(EPOCH, boxes))
     assert v.status is Status.PASSED, v.failure
