@@ -52,8 +52,9 @@ def verify(artifact: Artifact, case: Case, seed: int = 5) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["latent-moe", "kda", "decode"])
 def test_two_steps_in_a_row(compiler: CompileClient, part: str) -> None:
-    """An odd number of instances, so that the boxes change halves from step to step."""
-    case = Case(part, preset="tiny-tp2", layers=3, steps=2, tunables={"ctas": 4})
+    """An odd number of instances, so that the boxes change halves from step to step; the fourth layer has MLA."""
+    layers = 5 if part == "decode" else 3
+    case = Case(part, preset="tiny-tp2", layers=layers, steps=2, tunables={"ctas": 4})
     verify(built(compiler, case), case)
 
 
