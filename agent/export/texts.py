@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import keyword
+import shlex
 from typing import Any
 
 from agent.export.provenance import not_verified, table
@@ -132,7 +134,9 @@ def _compile_command(s: Subject) -> str:
 
 
 def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """As `--tunable` reads it: a Python literal. Words go without quotes, unless they are a literal's (True)."""
+    word = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
+    return value if word else shlex.quote(repr(value))
 
 
 def _overlap(launches: int, layers: Any) -> str:

@@ -441,3 +441,25 @@ def test_a_half_made_pinned_environment_is_made_again_or_the_reason_is_given(
     home = tmp_path / "file-in-the-way" / "dsl"
     home.parent.write_text("")
     assert "no environment with it could be made" in pinned.prepare(home=home).why
+
+
+def test_the_command_that_rebuilds_is_read_as_the_tunables_that_were_judged(tmp_path: Path) -> None:
+    import shlex
+
+    from agent.commands.evaluate import tunables_of
+
+    _, s, _ = piece(tmp_path / "r", "attn-res")
+    chosen = {
+        "pdl": True,
+        "off": False,
+        "n": 4,
+        "tile": (8, 16),
+        "mode": "fast",
+        "two": "2 ways",
+        "s": "4",
+        "t": "True",
+    }
+    tuned = replace(s, artifact=replace(s.artifact, tunables=chosen))  # type: ignore[type-var]
+    words = shlex.split(texts._compile_command(tuned))
+    given = tuple(words[i + 1] for i, w in enumerate(words) if w == "--tunable")
+    assert tunables_of(None, None, given) == chosen  # type: ignore[arg-type]
