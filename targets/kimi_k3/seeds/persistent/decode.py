@@ -55,7 +55,7 @@ from targets.kimi_k3.seeds.persistent.mix import (
 from targets.kimi_k3.seeds.persistent.mla import cache_of, fill_cache, mla
 from targets.kimi_k3.seeds.persistent.moe_dense import Space, dense
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_dense
-from targets.kimi_k3.seeds.persistent.plan import Op, refuse_others, share
+from targets.kimi_k3.seeds.persistent.plan import STRIDE, Op, refuse_others, share
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 from targets.kimi_k3.seeds.persistent.vectors import load_x
 
@@ -69,6 +69,10 @@ TUNABLES = {
     "jitter": (0, 16384),
     "spin_limit": (0, 2000000, 200000),
 }
+
+
+SHARED_MEMORY = 232448
+"""Of a CTA on sm_90a, sm_100a and sm_103a."""
 
 
 class Io(NamedTuple):
@@ -459,7 +463,7 @@ def decode_kernel(
 def shape(dims, cfg):
     refuse_others(dims)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
-    return Op(
+    op = Op(
         dims,
         cfg.ctas or fits,
         cfg.consumer_warps,
@@ -471,6 +475,13 @@ def shape(dims, cfg):
         missing=cfg.missing,
         kept=True,
     )
+    used = (
+        op.stages * op.stage + 4 * STRIDE * (op.part_rows + op.reductions) + 8 * dims.layers * COUNT
+    )
+    used += op.pool + 4 * op.kept_words + 2048
+    if used > SHARED_MEMORY:
+        raise ValueError(f"{used} bytes of shared memory: fewer layers or stages of the ring")
+    return op
 
 
 def workspace(dims, cfg):
