@@ -21,7 +21,8 @@ from sandbox.workers.places import Node, Post
 from sandbox.workers.station import Setup, Station, Tools
 
 REAL_HIRE = farm.hire
-QUICK = roster.Times(beat=0.02, silent=0.6, hello=5.0, patience=0.3, closing=2.0)
+# A worker's thread may have to wait for a processor for seconds; only the tests of silence are in a hurry.
+QUICK = roster.Times(beat=0.02, silent=30.0, hello=30.0, patience=0.3, closing=2.0)
 
 
 @dataclass
@@ -94,8 +95,8 @@ def gpus(*counts: int) -> list[Node]:
 class Shop:
     """A cluster with its stations. `kind_of` names a node's device; `script` as for `ToldJudge`."""
 
-    def __init__(self, folder: Path, nodes: list[Node]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, nodes: list[Node], times: roster.Times = QUICK) -> None:
+        self.folder, self.times = folder, times
         self.cluster = FakeCluster(nodes, self.station)
         self.kinds: dict[str, dict[str, Any]] = {}
         self.script: Callable[[ToldJudge, JudgeJob], Verdict | None] = lambda judge, job: None
@@ -117,7 +118,7 @@ class Shop:
 
     def hire(self, wanted: farm.Farm, orders: farm.Orders) -> farm.Crew:
         """In the place of `farm.hire`."""
-        return REAL_HIRE(wanted, orders, self.cluster, QUICK)
+        return REAL_HIRE(wanted, orders, self.cluster, self.times)
 
     def worker(self, judge: ToldJudge) -> FakeWorker:
         """The worker around a judge."""

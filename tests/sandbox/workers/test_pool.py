@@ -20,6 +20,7 @@ from sandbox.workers import farm, keys, pool
 from sandbox.workers.clients import PoolJudge
 from sandbox.workers.transport import Lost
 from tests.sandbox.workers.shop import (
+    QUICK,
     Shop,
     ToldJudge,
     artifact,
@@ -244,19 +245,19 @@ def test_a_job_that_takes_workers_down_is_given_up_and_not_scored(tmp_path: Path
 
 
 def test_a_worker_that_is_not_heard_is_lost(tmp_path: Path) -> None:
-    shop = Shop(tmp_path, gpus(2))
+    shop = Shop(tmp_path, gpus(2), replace(QUICK, silent=1.0))
 
     def script(judge: ToldJudge, at: JudgeJob) -> Verdict | None:
         if len(shop.judged()) == 1:
             shop.worker(judge).silent = True
-            time.sleep(2)  # its node hangs: no answer, no heartbeat
+            time.sleep(8)  # its node hangs: no answer, no heartbeat
         return None
 
     shop.script = script
     crew = shop.open()
     began = time.monotonic()
     assert crew.judge("h200").judge(job(artifact(tmp_path / "made"))).status is Status.PASSED
-    assert time.monotonic() - began < 1.9 and "not heard for" in crew.describe()
+    assert time.monotonic() - began < 7.5 and "not heard for" in crew.describe()
     crew.close()
 
 
@@ -273,6 +274,7 @@ def test_no_more_jobs_run_than_there_are_gpus_and_the_rest_waits(tmp_path: Path)
 
 
 def test_closing_cancels_what_runs_and_leaves_nothing(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     shop = Shop(tmp_path, gpus(1))
 
     def script(judge: ToldJudge, at: JudgeJob) -> Verdict | None:
@@ -291,7 +293,7 @@ def test_closing_cancels_what_runs_and_leaves_nothing(tmp_path: Path) -> None:
     assert statuses.count(Status.CANCELLED) >= 2 and Status.INFRA not in statuses
     assert time.monotonic() - began < 4
     assert shop.cluster.closed and all(w.dead for w in shop.cluster.hired)
-    until(lambda: not any(t.name == "workers" for t in threading.enumerate()))
+    until(lambda: not any(t.name == "workers" for t in set(threading.enumerate()) - before))
     assert shop.judges[0].closes == 1
     late = artifact(tmp_path / "made", 9)
     assert crew.judge("h200").judge(job(late)).status is Status.CANCELLED
