@@ -123,7 +123,7 @@ class _Server:
     """One server process, the jobs it works on, and the thread that reads its answers."""
 
     def __init__(self, settings: CompileSettings) -> None:
-        self.ended = False
+        self._stopped = self.ended = False
         self._process = subprocess.Popen(
             settings.command(),
             stdin=subprocess.PIPE,
@@ -155,15 +155,17 @@ class _Server:
             self._stdin.write(encode({"id": number}, wire.job_blocks(job)))
             self._stdin.flush()
         slot.done.wait()
-        if slot.outcome is not None:
-            return slot.outcome
+        outcome = slot.outcome
+        # a server that is being stopped takes its boxes down: that is no fault of theirs
+        if outcome is not None and not (self._stopped and outcome.status is Status.INFRA):
+            return outcome
         status, text = self._why
         return CompileOutcome(None, status=status, failure=Failure("server", text))
 
     def stop(self, status: Status, why: str) -> None:
         """Close the server's stdin, wait for its end, release all callers."""
         self._why = (status, why)
-        self.ended = True
+        self._stopped = self.ended = True
         try:
             self._stdin.close()
         except OSError:

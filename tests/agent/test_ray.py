@@ -242,8 +242,7 @@ def test_a_driver_killed_and_resumed_ends_with_the_record_of_one_left_alone(
         return {p.name: p.stat().st_mtime_ns for p in found}
 
     process = kernelgen(tmp_path, *RUN, *workers(wide, 2), "--kind", "cpu")
-    until(lambda: len(results()) > 2, 120)
-    assert servers()
+    until(lambda: bool(results() and servers()), 120)
     process.kill()
     process.wait()
     before = results()

@@ -47,7 +47,8 @@ def test_every_row_has_one_cta(preset: str) -> None:
                 name, layer, first, n = event[1]
                 rows.setdefault(f"{name}.{layer}", []).extend(range(first, first + n))
     wanted = {
-        "o_proj": d.hidden, "front": d.router_rows + d.latent_rows, "shared_down": d.hidden, "w13": d.topk * d.expert_dim,
+        "o_proj": d.hidden, "front": d.router_rows + d.latent_rows, "shared_down": d.hidden,
+        "w13": d.topk * d.expert_dim,
         "latent_up": d.hidden_local, "shared_gate_up": d.shared_dim,
         "in_proj": 4 * d.kda_dim + d.f_rank + d.kda_heads, "a_proj": d.a_proj_rows, "dense_down": d.hidden,
         "dense_gate_up": d.dense_dim, "q_b": d.mla_heads * (d.qk_nope + d.qk_rope), "w_uv": d.mla_heads * d.v_dim,
@@ -58,7 +59,8 @@ def test_every_row_has_one_cta(preset: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "event"),
-    [("consume", ("arrive", "all")), ("consume", ("arrive", "route")), ("consume", ("post", "latent", 2)), ("consume", ("post", "q", 3)),
+    [("consume", ("arrive", "all")), ("consume", ("arrive", "route")), ("consume", ("post", "latent", 2)),
+     ("consume", ("post", "q", 3)),
      ("consume", ("post", "lat", 3)), ("consume", ("post", "hs", 2)), ("produce", None)],
 )  # fmt: skip
 def test_a_lost_event_is_found(part: str, event: tuple[str, ...] | None) -> None:
