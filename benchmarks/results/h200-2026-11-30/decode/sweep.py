@@ -2,7 +2,7 @@
 import json, sys, time
 from pathlib import Path
 from statistics import median
-sys.path.insert(0, "/tmp/kg/benchmarks")
+sys.path.insert(0, str(Path(__file__).parents[3]))
 import torch
 from replay_check import SEED, Bench
 from sandbox import artifact_store
