@@ -183,9 +183,13 @@ class Engine:
     def at_rest(self) -> bool:
         """Whether the graph has ended or is at its review; a killed run is neither, whatever it was
         about to do.
+
+        `next` alone does not tell: it leaves out a task that has finished and whose writes a kill
+        kept from becoming a checkpoint. Such a task is still among `tasks`.
         """
         found = self.graph.get_state(self.config)
-        return bool(found.values and found.next in ((), ("review",)))
+        resting = found.next in ((), ("review",)) and len(found.tasks) == len(found.next)
+        return bool(found.values and resting)
 
     def at_review(self) -> bool:
         """Whether the graph waits for a person."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langgraph.checkpoint.sqlite import SqliteSaver
 
 from agent.budget import Ledger, spent_before
 from agent.heartbeat import beating, elapsed_of
@@ -110,6 +111,38 @@ def kill_and_compare(tmp_path: Path, kills: int, seed: int) -> None:
 
 def test_killed_a_few_times_it_ends_with_the_record_of_one_left_alone(tmp_path: Path) -> None:
     kill_and_compare(tmp_path, 4, seed=3)
+
+
+def dying(folder: Path, at: int) -> None:
+    """Works on the run until the `at`-th checkpoint of the outer graph is due, and is gone before it is written: what
+    the superstep's tasks wrote is stored by then.
+    """
+    put, count = SqliteSaver.put, iter(range(at))
+
+    def dies(self: Any, config: Any, *rest: Any) -> Any:
+        if not config["configurable"].get("checkpoint_ns") and next(count, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return put(self, config, *rest)
+
+    SqliteSaver.put = dies  # type: ignore[method-assign]
+    child.main(folder)
+
+
+def test_killed_before_any_checkpoint_it_ends_with_the_record_of_one_left_alone(
+    tmp_path: Path,
+) -> None:
+    alone = tmp_path / "alone"
+    finish(alone)
+    expected = record(alone)
+    for at in (0, 2, 3, 4, 5):  # the start; then plan, candidate, record and reflect of round 0
+        folder = tmp_path / f"killed-{at}"
+        folder.mkdir()
+        process = multiprocessing.get_context("fork").Process(target=dying, args=(folder, at))
+        process.start()
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL
+        finish(folder)
+        assert record(folder) == expected, at
 
 
 @pytest.mark.slow
