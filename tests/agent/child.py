@@ -22,6 +22,7 @@ from agent.models.llm import ModelProposer
 from agent.models.openai import OpenAIModel
 from agent.runner import Party, Run, Services, Session, advance, create, load_settings, make_ledger
 from agent.search import Limits
+from agent.store import Queries, Store
 from agent.workspace import Place
 from sandbox.jobs import JudgeJob
 from sandbox.verdict import Verdict
@@ -119,12 +120,18 @@ def work(folder: Path, run: str) -> None:
     advance(Run(run, found, session, services, party, make_ledger(place, run, found)))
 
 
+def opened(folder: Path) -> str:
+    """The run that a child killed before it could say so had opened, or a new one."""
+    place = Place(folder / "runs.db", folder / "kernels_out")
+    found = Queries(Store(place.db), place.workspace).runs() if place.db.exists() else []
+    return found[0]["id"] if found else create(place, settings(), {})
+
+
 def main(folder: Path) -> None:
     base._TARGETS["fake"] = fakes.FakeTarget
     name = folder / "run"
     if not name.exists():
-        place = Place(folder / "runs.db", folder / "kernels_out")
         fresh = folder / "run.new"
-        fresh.write_text(create(place, settings(), {}))
+        fresh.write_text(opened(folder))
         fresh.rename(name)
     work(folder, name.read_text())
