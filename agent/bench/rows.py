@@ -15,7 +15,17 @@ from targets.base import Workload
 SCHEMA = 1
 SEED = "seed"
 ARMS = {"candidate": "kernel", "incumbent": SEED}
-LATENCIES = ("p50_us", "p95_us", "p99_us", "isolated_us", "cold_us", "steps", "launches", "notes")
+LATENCIES = (
+    "p50_us",
+    "p95_us",
+    "p99_us",
+    "isolated_us",
+    "cold_us",
+    "steps",
+    "launches",
+    "notes",
+    "ready_s",
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ def _common(v: Verdict, w: Workload, c: Context) -> dict[str, Any]:
         "schema": SCHEMA, "target": w.target, "preset": o.preset, "layers": w.layers, "m": w.rows, "q": w.q,
         "context": w.context, "ranks": w.ranks, "options": dict(o.extra), "status": str(v.status), "tier": str(v.tier),
         "artifact": v.artifact, "device": v.device.get("name", ""), "trust": str(v.trust), "date": v.date,
-        "commit": v.commit, "command": c.command, "seconds": v.seconds.get("held"),
+        "commit": v.commit, "command": c.command, "seconds": v.seconds.get("held"), "phases": dict(v.seconds),
         "findings": [f"{f.rule}: {f.message}" for f in v.findings],
     }  # fmt: skip
 

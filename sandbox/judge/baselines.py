@@ -1,16 +1,19 @@
 """Baselines as arms of a timing run: trusted torch callables of the target, captured in a CUDA graph.
 
 A baseline is compared with the oracle once, so that nobody beats a baseline that does something else. Its launches are
-the kernels in its graph.
+the kernels in its graph. One that takes too long to be made ready is skipped: the job has other arms to time.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,15 @@ from sandbox.judge.checks import Checker, Moment
 from sandbox.judge.lanes import Lanes
 from sandbox.judge.locate import Where
 from sandbox.verdict import Failure
-from targets.reference import Tensors
+from targets.base import Workload
+from targets.reference import Expected, Tensors
 
 STEPS = 16
 """Steps of one replay, where the lanes have as many: baselines have many launches, and graphs of them grow."""
 REPLAY_S = 0.03
 """A slow baseline's replay is cut to about this long, but not below one step for each set of weights."""
+SHARE = 3.0
+"""Every baseline may take this part of the job's deadline to be built, compiled and run for the first time."""
 
 
 @dataclass
@@ -42,22 +48,85 @@ class BaselineArm:
     singles: tuple[Callable[[], None], ...] = ()
     notes: tuple[str, ...] = ()
     made: tuple[Any, ...] = ()
+    ready_s: float = 0.0
 
     def replay(self) -> None:
         self.run()
 
 
-def baseline_arm(name: str, where: str, lanes: Lanes, checker: Checker) -> BaselineArm:
-    """Build, compare, warm up and capture a baseline. It may raise whatever torch raises."""
+@dataclass
+class Once:
+    """A reference that computes what one step must leave only once: baselines are all given the same."""
+
+    of: Any
+    _given: Tensors | None = None
+    _found: Expected | None = None
+
+    def run(
+        self,
+        w: Workload,
+        tensors: Tensors,
+        schedule: str,
+        forced: Mapping[str, torch.Tensor] | None = None,
+    ) -> Expected:
+        if schedule != "oracle" or forced is not None:
+            found: Expected = self.of.run(w, tensors, schedule, forced)
+            return found
+        if self._found is None or self._given is not tensors:
+            self._given, self._found = tensors, self.of.run(w, tensors, schedule)
+        return self._found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+
+@dataclass
+class Yardstick:
+    """What the baselines of a job are compared with: the first step of lane 0, the same for all of them."""
+
+    lanes: Lanes
+    checker: Checker
+    _before: Tensors = field(default_factory=dict)
+    _given: Tensors = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        case = self.lanes.case
+        self._case = replace(case, reference=Once(case.reference))
+
+    def compare(self, one: Any) -> Failure | None:
+        """One step of a prepared baseline against the oracle, from the start of the round."""
+        case, lanes = self._case, self.lanes
+        lanes.restore()
+        tensors = lanes.tensors(0)
+
+        def copy() -> Tensors:
+            return {b.name: tensors[b.name].clone() for b in case.buffers("outputs", "states")}
+
+        if not self._given:
+            self._before = copy()
+            self._given = {
+                **_named(tensors, case, "inputs", "weights"), **_named(self._before, case, "states"),
+            }  # fmt: skip
+        one.step()
+        case.device.synchronize()
+        moment = Moment(self._given, self._before, copy(), Where(0, 0, "baseline"))
+        return Checker(case, noise=dict(self.checker.noise)).check(moment, "share")
+
+
+def baseline_arm(name: str, where: str, yardstick: Yardstick) -> BaselineArm:
+    """Build, compare, warm up and capture a baseline. It may raise whatever torch raises, and TimeoutError."""
+    lanes = yardstick.lanes
     case = lanes.case
     _keep_compiled()
     made: list[Any] = []
-    for s in range(lanes.sets):
-        one = load_attribute(where)()
-        one.prepare(case.workload, lanes.tensors(s))
-        made.append(one)
-    lanes.restore()
-    failure = _compare(made[0], lanes, Checker(case, noise=dict(checker.noise)))
+    begin = time.monotonic()
+    with _at_most(case.job.deadline_s / SHARE):
+        for s in range(lanes.sets):
+            one = load_attribute(where)()
+            one.prepare(case.workload, lanes.tensors(s))
+            made.append(one)
+        failure = yardstick.compare(made[0])
+        ready = time.monotonic() - begin
     steps = _steps(lanes, case, made)
 
     def chain() -> None:
@@ -70,7 +139,29 @@ def baseline_arm(name: str, where: str, lanes: Lanes, checker: Checker) -> Basel
     wanted = made if case.job.steps else []
     singles = tuple(_captured(case, one.step)[0] for one in wanted)
     notes = tuple(getattr(made[0], "notes", ()))
-    return BaselineArm(name, steps, whole, failure, launches // steps, singles, notes, tuple(made))
+    return BaselineArm(
+        name, steps, whole, failure, launches // steps, singles, notes, tuple(made), ready
+    )
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block when it takes longer; a compiler in a library cannot be asked to hurry. Only a
+    main thread can be interrupted, which a judging process is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"not ready after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _keep_compiled() -> None:
@@ -102,20 +193,6 @@ def _steps(lanes: Lanes, case: Case, made: list[Any]) -> int:
     spent = max(time.monotonic() - begin, 1e-6)
     rounds = max(1, min(-(-STEPS // lanes.sets), int(REPLAY_S / spent)))
     return min(lanes.steps, rounds * lanes.sets)
-
-
-def _compare(one: Any, lanes: Lanes, checker: Checker) -> Failure | None:
-    """One step on lane 0 against the oracle."""
-    case, tensors = lanes.case, lanes.tensors(0)
-
-    def copy() -> Tensors:
-        return {b.name: tensors[b.name].clone() for b in case.buffers("outputs", "states")}
-
-    before = copy()
-    given = {**_named(tensors, case, "inputs", "weights"), **_named(before, case, "states")}
-    one.step()
-    case.device.synchronize()
-    return checker.check(Moment(given, before, copy(), Where(0, 0, "baseline")), "share")
 
 
 def _named(tensors: Mapping[str, torch.Tensor], case: Case, *groups: str) -> Tensors:

@@ -17,11 +17,13 @@ from sandbox.judge.baselines import BaselineArm
 from sandbox.judge.ranking import Timed
 from sandbox.judge.session import Session, broke_the_gpu
 
-ISOLATED = 25
+ISOLATED, FEWEST = 25, 5
 BATCH = 256
 """Steps enqueued at once; each has an event of its own."""
 MOST_US = 2e6
 """A slow arm has fewer steps timed than was asked: it says how many."""
+ISOLATED_US = 3e5
+"""Isolated steps of one kind end after this long where there have been enough."""
 NEEDED_J_US = 2e5
 """Energy over less than this is rounding of the counter."""
 
@@ -62,6 +64,8 @@ def figures(s: Session, arm: Arm) -> dict[str, Any]:
     out |= {"steps": len(laps), "p50_us": p50, "p95_us": p95, "p99_us": p99}
     if begin is not None and end is not None and sum(laps) >= NEEDED_J_US and end > begin:
         out["joules"] = (end - begin) / len(laps)
+    if isinstance(arm, BaselineArm):
+        out["ready_s"] = round(arm.ready_s, 2)
     notes = getattr(arm, "notes", ())
     return {**out, "notes": list(notes)} if notes else out
 
@@ -90,6 +94,8 @@ def _isolated(s: Session, singles: Sequence[Callable[[], None]]) -> dict[str, fl
                 singles[i % len(singles)]()
             s.case.device.synchronize()
             times.append(s.clock.time(singles[i % len(singles)]))
+            if len(times) >= FEWEST and sum(times) > ISOLATED_US:
+                break
     return {name: float(np.median(times)) for name, times in found.items()}
 
 

@@ -17,7 +17,7 @@ from sandbox.judge.lanes import Lanes
 from sandbox.judge.report import Draft
 from sandbox.judge.rig import Rig
 from sandbox.judge.tiers import Effort
-from sandbox.verdict import Failure, Status
+from sandbox.verdict import Failure, Status, Tier
 
 CANDIDATE, TWIN, INCUMBENT = "candidate", "twin", "incumbent"
 
@@ -93,13 +93,20 @@ def make_arms(s: Session, rival: tuple[Artifact, Program] | None) -> None:
         s.arms.append(incumbent)
         reference = incumbent
     s.arms.append(Twin(reference))
+    yardstick = baselines.Yardstick(s.lanes, s.checker)
     for name in named_baselines(s.case):
-        _add_baseline(s, name)
+        _add_baseline(s, name, yardstick)
 
 
 def named_baselines(case: Case) -> tuple[str, ...]:
-    """The job's, with `usual` (what may stand beside every candidate) and `all` spelled out. `-NAME` leaves one out."""
-    known = {"usual": ("graph",), "all": tuple(getattr(case.target, "baselines", {}))}
+    """The job's, with `usual` and `all` spelled out; `-NAME` leaves one out. Beside a screen `usual` is what costs
+    nearly nothing to make ready; whoever looks like a winner meets the target's strong baselines."""
+    strong = tuple(getattr(case.target, "strong_baselines", ()))
+    confirming = case.job.tier is not Tier.SCREEN
+    known = {
+        "usual": ("graph", *(strong if confirming else ())),
+        "all": tuple(getattr(case.target, "baselines", {})),
+    }
     found = [n for x in case.job.baselines for n in known.get(x, (x,))]
     left_out = {x[1:] for x in case.job.baselines if x.startswith("-")}
     return tuple(n for n in dict.fromkeys(found) if not n.startswith("-") and n not in left_out)
@@ -111,7 +118,7 @@ def broke_the_gpu(baseline: str, end: Faulted) -> Ended:
     return Ended(Status.INFRA, Failure("baseline-fault", message, {"baseline": baseline}))
 
 
-def _add_baseline(s: Session, name: str) -> None:
+def _add_baseline(s: Session, name: str, yardstick: baselines.Yardstick) -> None:
     """A baseline is a comparison: where it fails, that is said and the candidate's verdict does not hang on it."""
     where = getattr(s.case.target, "baselines", {}).get(name)
     if where is None:
@@ -119,7 +126,7 @@ def _add_baseline(s: Session, name: str) -> None:
         s.draft.not_verified.append(f"baseline {name}: this target has none")
         return
     try:
-        arm = baselines.baseline_arm(name, where, s.lanes, s.checker)
+        arm = baselines.baseline_arm(name, where, yardstick)
     except Faulted as end:
         raise broke_the_gpu(name, end) from end
     except Exception as error:

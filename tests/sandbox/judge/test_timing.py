@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from sandbox.artifact import Buffer
 from sandbox.devices.base import Faulted
 from sandbox.devices.fake import FakeDevice
 from sandbox.jobs import JudgeJob
-from sandbox.judge import judge
+from sandbox.judge import judge, series
 from sandbox.judge.session import named_baselines
 from sandbox.judge.tiers import FULL, SCREEN
 from sandbox.verdict import Failure, Outcome, Status, Tier, Verdict, WorkloadTiming
@@ -372,6 +373,83 @@ def test_baselines_have_names_for_some_and_all(tmp_path: Path) -> None:
     ):
         job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=asked)
         assert named_baselines(judge.open_case(job, FakeDevice({}))) == wanted
+
+
+def test_strong_baselines_stand_beside_winners_by_default(tmp_path: Path) -> None:
+    made = toy.saved(tmp_path, toy.artifact(("k",)))
+    for tier, wanted in ((Tier.SCREEN, ("graph",)), (Tier.FULL, ("graph", "mix"))):
+        job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", tier)
+        case = replace(judge.open_case(job, FakeDevice({})), target=_Strong())
+        assert named_baselines(case) == wanted
+
+
+class NeverReady(toy.ToyBaseline):
+    def prepare(self, *given: Any) -> None:
+        while True:
+            time.sleep(0.01)
+
+
+TWO = toy.Toy(baselines={
+    "graph": f"{toy.__file__}:ToyBaseline", "again": f"{toy.__file__}:ToyBaseline",
+    "slow": f"{__file__}:NeverReady",
+})  # fmt: skip
+
+
+def test_the_oracle_runs_once_for_all_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[str] = []
+
+    class Counting(toy.ToyReference):
+        def run(self, w: Any, tensors: Any, schedule: str, forced: Any = None) -> Any:
+            runs.append(schedule)
+            return super().run(w, tensors, schedule, forced)
+
+    def opened(*given: Any) -> Any:
+        return replace(real(*given), target=TWO, reference=Counting())
+
+    real = judge.open_case
+    monkeypatch.setattr(judge, "open_case", opened)
+    counts = {}
+    for names in ((), ("graph",), ("graph", "again")):
+        runs.clear()
+        v = timed(tmp_path, {"k": 10.0}, baselines=names)
+        assert {*names} <= {*row(v).detail["us"]}
+        counts[names] = runs.count("oracle")
+    assert counts["graph",] == counts[()] + 1 == counts["graph", "again"]
+
+
+def test_a_baseline_that_never_gets_ready_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "open_case", _with_target(judge.open_case, TWO))
+    made = toy.saved(tmp_path, toy.artifact(("k",)))
+    job = JudgeJob(
+        made, toy.TARGET, {"rows": 4}, "cuda", baselines=("slow", "graph"), deadline_s=0.6
+    )
+    v = run(job, FakeDevice({"k": toy.right}, "cuda", {"k": 10.0}))
+    assert "not ready after" in row(v).detail["skipped"]["slow"]
+    assert "graph" in row(v).detail["us"]
+
+
+def test_isolated_steps_of_a_slow_arm_are_few(tmp_path: Path) -> None:
+    made = toy.saved(tmp_path, toy.artifact(("k",)))
+    counted = []
+    for us in (10.0, 200_000.0):
+        job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=(), steps=10)
+        device = _Counting({"k": toy.right}, "cuda", {"k": us})
+        assert row(judge.run(job, device)).detail["arms"]["candidate"]["isolated_us"] >= us * 0.99
+        counted.append(device.timings)
+    spared = counted[0] - counted[1]  # some of them are rounds of warming up
+    assert spared >= 2 * (series.ISOLATED - series.FEWEST) > 20
+
+
+class _Counting(FakeDevice):
+    timings = 0
+
+    def time(self, work: Callable[[], None]) -> float:
+        self.timings += 1
+        return super().time(work)
 
 
 def test_steps_are_timed_one_by_one_for_reports(tmp_path: Path) -> None:
