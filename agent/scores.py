@@ -30,7 +30,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class Row:
-    """One planted kernel. `tier`, `status`, `rule`, `message`: where and how its judgement ended."""
+    """One planted kernel. `tier`, `status`, `rule`, `message`: where and how its judgement ended; `commit`: of
+    the judge that said so."""
 
     planted: Planted
     fate: Fate
@@ -40,6 +41,7 @@ class Row:
     message: str
     seconds: Mapping[str, float]
     effect: Effect | None = None
+    commit: str = ""
 
     @property
     def fine(self) -> bool:
@@ -52,7 +54,7 @@ class Row:
             "name": p.name, "kind": p.kind, "group": p.group, "does": p.does, "fate": self.fate, "status": self.status,
             "tier": self.tier, "rule": self.rule, "message": self.message, "declared_in_band": p.band,
             "effect": None if self.effect is None else dict(vars(self.effect)),
-            "seconds": {k: round(v, 2) for k, v in self.seconds.items()},
+            "seconds": {k: round(v, 2) for k, v in self.seconds.items()}, "commit": self.commit,
         }  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def row_from_json(d: Mapping[str, Any], planted: Planted) -> Row:
     effect = None if d["effect"] is None else Effect(**d["effect"])
     return Row(
         planted, d["fate"], str(d["status"]), str(d["tier"]), str(d["rule"]), str(d["message"]), dict(d["seconds"]),
-        effect,
+        effect, str(d.get("commit", "")),
     )  # fmt: skip
 
 

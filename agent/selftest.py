@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from queue import Queue
 
@@ -32,7 +32,7 @@ GOOD_TIERS = (Tier.SCREEN, Tier.PROMOTE)
 
 @dataclass(frozen=True)
 class Bench:
-    """Where planted kernels are judged. `judges` take turns; on a GPU there is one."""
+    """Where planted kernels are judged. `judges` take turns; several on a GPU share it."""
 
     compiler: Compiler
     judges: Sequence[Judge]
@@ -103,6 +103,22 @@ def run(
         return [row for row in pool.map(one, todo) if row is not None]
 
 
+def prepare(bench: Bench, todo: Sequence[Planted], workers: int) -> None:
+    """Compile every kernel now, and the seeds that those in band are compared with; the compiler keeps them."""
+    work = [(p, p.source) for p in todo if p.band]
+    for p in todo:
+        with suppress(EditFailed):  # its own row will say so
+            work.append((p, p.text()))
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        for outcome in pool.map(lambda x: bench.compiler.compile(_job(bench, *x)), work):
+            del outcome
+
+
+def _job(bench: Bench, p: Planted, source: str) -> CompileJob:
+    w = find(p.target).workload(p.options)
+    return CompileJob(source, p.target, w.key, w.dims, w.buffers, bench.arch, dict(p.tunables))
+
+
 class _Trial:
     """The way of one planted kernel through compiler and judge."""
 
@@ -145,13 +161,8 @@ class _Trial:
         return None if v.status is Status.PASSED else "missed"
 
     def _compiled(self, source: str) -> CompileOutcome:
-        p = self.p
-        w = find(p.target).workload(p.options)
-        job = CompileJob(
-            source, p.target, w.key, w.dims, w.buffers, self.bench.arch, dict(p.tunables)
-        )
         with self._clock("compile"):
-            return self.bench.compiler.compile(job)
+            return self.bench.compiler.compile(_job(self.bench, self.p, source))
 
     def _judged(self, outcome: CompileOutcome, tier: Tier) -> Verdict:
         assert outcome.artifact is not None
@@ -181,7 +192,7 @@ class _Trial:
         if failure is None and self.p.finding:
             failure = next((f for f in v.findings if f.rule == self.p.finding), None)
         why = (failure.rule, failure.message) if failure else ("", "")
-        return self._ended(fate, str(v.tier), why, str(v.status), effect)
+        return replace(self._ended(fate, str(v.tier), why, str(v.status), effect), commit=v.commit)
 
     def _ended(
         self,

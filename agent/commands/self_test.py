@@ -6,7 +6,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from agent.commands import common
 from agent.ids import now
 from agent.services import Wanted, new_judge, start
 from agent.versions import version
+from sandbox.judge_client import ClientOptions, JudgeClient
 from targets.planted import Planted, built_in
 
 
@@ -37,18 +39,22 @@ def _judged(asked: dict[str, Any]) -> dict[str, Any]:
     todo = selftest.chosen(built_in(), asked["only"], device)
     if asked["shard"]:
         todo = selftest.shard(todo, asked["shard"])
-    jobs = asked["jobs"] or os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    jobs = asked["jobs"] or (cores if device == "cpu" else 1)
     began = time.monotonic()
-    until = began + asked["seconds"] if asked["seconds"] is not None else float("inf")
-    with tempfile.TemporaryDirectory(prefix="kernelgen-self-test-") as folder:
-        place = common.place_of(Path(folder) / "runs.db", None)
-        wanted = Wanted(device, parallel=jobs, deadline_s=300.0)
+    with _store(asked["output"]) as folder:
+        place = common.place_of(folder / "runs.db", None)
+        wanted = Wanted(device, parallel=max(jobs, cores), deadline_s=300.0)
         services, facts = start(wanted, place.workspace)
-        more = [new_judge() for _ in range(jobs - 1 if device == "cpu" else 0)]
+        more = _more_judges(jobs - 1, device, folder)
         try:
             arch = str(facts.get("arch") or wanted.arch)
             bench = selftest.Bench(services.compiler, [services.judge, *more], device, arch, jobs)
             sized = [selftest.resized(p, asked["preset"]) for p in todo]
+            compiled = _compiled(bench, sized, cores) if device != "cpu" or asked["output"] else 0.0
+            until = time.monotonic() + (
+                float("inf") if asked["seconds"] is None else asked["seconds"]
+            )
             rows = selftest.run(
                 bench, sized, _progress(len(todo)), lambda: time.monotonic() < until
             )
@@ -59,8 +65,36 @@ def _judged(asked: dict[str, Any]) -> dict[str, Any]:
     return _report(rows, todo) | {
         "device": facts.get("name", device), "preset": asked["preset"], "jobs": jobs, "date": now(),
         "version": version("kernelgen"), "wall_s": round(time.monotonic() - began, 1),
+        "compile_wall_s": compiled, "commits": sorted({r.commit for r in rows if r.commit}),
         "seconds": dict(selftest.spent(rows)), "rows": [r.to_json() for r in rows],
     }  # fmt: skip
+
+
+@contextmanager
+def _store(kept: Path | None) -> Iterator[Path]:
+    """Where compiled kernels lie: in a folder that is kept, so that another run need not compile them, or for now."""
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="kernelgen-self-test-") as folder:
+        yield Path(folder)
+
+
+def _more_judges(count: int, device: str, folder: Path) -> list[JudgeClient]:
+    """Judges beside the first. On a GPU each has a state folder, and so a lock, of its own: they share the GPU, which
+    spoils times and no verdict, since none of these kernels is told from a right one by its time."""
+    if device == "cpu":
+        return [new_judge() for _ in range(count)]
+    return [JudgeClient(ClientOptions(folder / f"judge-{n}")) for n in range(count)]
+
+
+def _compiled(bench: selftest.Bench, todo: Sequence[Planted], workers: int) -> float:
+    """Compile all before any is judged, so that a GPU does not wait for the compiler. Returns the seconds."""
+    began = time.monotonic()
+    selftest.prepare(bench, todo, workers)
+    click.echo(f"compiled {len(todo)} kernels in {time.monotonic() - began:.1f} s", err=True)
+    return round(time.monotonic() - began, 1)
 
 
 def _report(rows: Sequence[scores.Row], todo: Sequence[Planted]) -> dict[str, Any]:
@@ -91,7 +125,7 @@ def _summed_up(files: Sequence[Path]) -> dict[str, Any]:
         "device": parts[0]["device"], "preset": parts[0]["preset"], "version": parts[0]["version"],
         "jobs": sum(p["jobs"] for p in parts), "date": min(str(p["date"]) for p in parts),
         "wall_s": max(float(p["wall_s"]) for p in parts), "seconds": dict(selftest.spent(rows)),
-        "rows": [r.to_json() for r in rows],
+        "commits": sorted({r.commit for r in rows if r.commit}), "rows": [r.to_json() for r in rows],
     }  # fmt: skip
 
 

@@ -70,8 +70,7 @@ def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict
     trial = Trial(built, todo, Checker(case))
     draft.profile["seeds"] = {"master": case.seeds.master}
     with draft.phase("check"):
-        trial.run()
-    draft.findings += [*trial.findings, *program.findings()]
+        _try(trial, draft)
     with draft.phase("time"):
         timed = timing.run(built, trial.checker, draft, todo)
     apart = getattr(device, "apart", None)
@@ -83,6 +82,22 @@ def _judge(job: JudgeJob, device: Device, draft: Draft, todo: Effort) -> Verdict
     draft.checked[:0] = correctness.checked
     draft.not_verified[:0] = correctness.not_verified
     return draft.passed(timed.outcome, correctness, timed.timing)
+
+
+def _try(trial: Trial, draft: Draft) -> None:
+    """The correctness trial. What the device noticed is kept however it ends; where it ends badly, with what else the
+    device has to say of the kernels."""
+    program = trial.rig.program
+    scramble = getattr(program, "scramble", None)
+    if scramble is not None:
+        scramble(trial.rig.case.seeds.of("unset"))
+    try:
+        trial.run()
+    except (Ended, Faulted):
+        draft.findings += getattr(program, "doubts", tuple)()
+        raise
+    finally:
+        draft.findings += [*trial.findings, *program.findings()]
 
 
 def _measures(device: Device) -> bool:

@@ -11,7 +11,9 @@ from click.testing import CliRunner
 
 from agent import scores, selftest
 from agent.commands.judge import judge as command
+from agent.commands.self_test import _more_judges as more_judges
 from agent.commands.self_test import _summed_up as summed_up
+from agent.services import judge_state
 from sandbox.jobs import CompileJob, CompileOutcome, JudgeJob
 from sandbox.verdict import Correctness, Failure, Outcome, Status, TensorCheck, Tier, Verdict
 from targets.base import Options
@@ -40,7 +42,7 @@ QUICK = (
     "attn-res/last-source-missed", "attn-res/mix-rounded", "kda/state-not-read", "kda/slots-in-order",
     "kda/decay-without-bound", "latent-moe/scale-of-the-neighbour", "latent-moe/shared-choice-skipped",
     "persistent/prefix-not-reported", "persistent/full-parity-inverted",
-    "oproj-allreduce/wrong-rank",
+    "oproj-allreduce/wrong-rank", "gemv/sum-not-started",
     "gemv/atomic-sum", "attn-res/base-two-softmax", "router/sigmoid-by-tanh", "kda/both-in-bf16",
 )  # fmt: skip
 
@@ -83,7 +85,7 @@ class Judge:
         made = Verdict(
             status=Status.PASSED, target=job.target, artifact="a" * 64, device={"kind": "cpu"}, tier=job.tier,
             trust="audited", isolation={}, date="2026-01-01T00:00:00+00:00", outcome=Outcome.NOT_TIMED,
-            correctness=fine,
+            correctness=fine, commit="c0ffee",
         )  # fmt: skip
         if job.tier != self.tier or seed:
             return made
@@ -166,6 +168,7 @@ def test_the_score_counts_and_lists() -> None:
     assert data["recall"] == {"gain": {"planted": 2, "caught": 1, "in_band": 1}}
     assert data["tiers"]["full"] == 1 and data["false_reject_rate"] == 0.5 and not data["ok"]
     assert [m["effect"]["share"] for m in data["missed"]] == [0.25]
+    assert {r.commit for r in rows} == {"c0ffee"}
     text = scores.table(data)
     assert "1 of 1 outside the noise band caught" in text and "1 of 2 rejected" in text
     assert "moves rel_l2 of outputs.y from 0.0025 to 0.005, 25% of the bound 0.01" in text
@@ -192,6 +195,29 @@ def test_shards_are_all_of_it_once() -> None:
     for wrong in ("0/4", "5/4", "4", "a/b"):
         with pytest.raises(ValueError, match="no part"):
             selftest.shard(todo, wrong)
+
+
+def test_all_is_compiled_before_the_first_is_judged() -> None:
+    """With the seeds that noise is compared with; an edit that no longer fits is left to its own row."""
+    sources: list[str] = []
+
+    class Listening(Compiler):
+        def compile(self, job: CompileJob) -> CompileOutcome:
+            sources.append(job.source)
+            return super().compile(job)
+
+    judge = Judge()
+    bench = selftest.Bench(Listening(), [judge], "cuda", "sm_90a")
+    stale = replace(BUG, edits=(("7", "8"),))
+    selftest.prepare(bench, [BUG, replace(BUG, band=True), stale, GOOD], 2)
+    assert sorted(sources) == ["a = 1\n", "a = 2\n", "a = 2\n", "a = 2\n"]
+    assert judge.asked == []
+
+
+def test_judges_that_share_a_gpu_have_locks_of_their_own(tmp_path: Path) -> None:
+    states = [j.options.state for j in more_judges(3, "cuda:1", tmp_path)]
+    assert len({judge_state(), *states}) == 4
+    assert {j.options.state for j in more_judges(2, "cpu", tmp_path)} == {judge_state()}
 
 
 def test_what_is_not_begun_in_time_has_no_row() -> None:
@@ -230,6 +256,7 @@ def test_reports_of_parts_are_summed_up(tmp_path: Path) -> None:
         2,
         1,
     )
+    assert data["commits"] == ["c0ffee"]
     assert data["rows"] == [r.to_json() for r in (caught, accepted, rejected)]
     assert summed(a, part(tmp_path, "c", [accepted]))[0] == 0
     late = part(tmp_path, "d", [accepted], not_reached=["gemv/four-warps"])

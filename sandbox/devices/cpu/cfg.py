@@ -130,6 +130,11 @@ class Graph:
                 block.next = block.index + 1
                 block.succs.append(block.next)
 
+    def unset(self) -> list[str]:
+        """Registers that some path reads before it writes them. That may be right: paths that no thread takes, values
+        that no result depends on."""
+        return self.set_of(self.live_in[0])
+
     def branch_targets(self, instr: Instr) -> tuple[str, ...]:
         if instr.parts[0] == "bra":
             names: tuple[str, ...] = tuple(o.name for o in instr.operands if isinstance(o, Sym))

@@ -22,6 +22,7 @@ from sandbox.devices.cpu.ptx_ast import Module, PtxError
 from sandbox.devices.cpu.ptx_parse import parse
 from sandbox.devices.cpu.ranks import Crew, Held
 from sandbox.devices.cpu.translate import ModuleData, Translated, module_data, translate
+from sandbox.devices.cpu.unset import doubt
 from sandbox.verdict import Failure, KernelResources, Status
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 Shadow = np.ndarray[tuple[int], np.dtype[np.uint8]]
 MAX_SMEM = 232448
 READ_ONLY = ("inputs", "weights", "constants")
+SECRETS = (1 << 62) - 1
+SPREAD = 0x1F123BB5159A55E5  # odd: a launch finds other noise than any before it
 
 
 class CpuBound:
@@ -74,7 +77,8 @@ class CpuBound:
         named = {r.buffer for r in item.relocations}
         regions = [x for n, x in self._regions.items() if rank_of(n) == item.rank or n in named]
         regions += self.program.module_regions(self.plan)
-        return Work(self.program.kernel(self.plan, item.kernel), item, bytes(params), regions)
+        kernel = self.program.kernel(self.plan, item.kernel)
+        return Work(kernel, item, bytes(params), regions, self.program.unset())
 
     def done(self, index: int, counts: Counts, found: list[Failure]) -> None:
         """Keep what launch number `index` did."""
@@ -122,6 +126,7 @@ class CpuProgram:
         self._kernels: dict[tuple[str, str], Translated] = {}
         self._shadows: dict[tuple[str, int, int], Shadow] = {}
         self._undefined: set[str] = set()
+        self._secret, self._started = 0, 0
         self._found: dict[tuple[str, str], Failure] = {}
         for plan in (artifact.step, artifact.prepare):
             if plan is not None:
@@ -160,6 +165,23 @@ class CpuProgram:
         """Later launches run their blocks and warps in the order of that seed."""
         with self.lock:
             self.policy = replace(self.policy, **_order(seed))
+
+    def scramble(self, secret: int) -> None:
+        """Later launches find noise of that secret where they read before they write: registers, shared and local
+        memory."""
+        with self.lock:
+            self._secret = secret & SECRETS
+
+    def unset(self) -> int:
+        """The next launch's secret of what it finds unwritten; another one each time."""
+        self._started += 1
+        return (self._secret + self._started * SPREAD) & SECRETS
+
+    def doubts(self) -> tuple[Failure, ...]:
+        """Kernels that read a register on a path that has not written it. Only a kernel that went wrong should be
+        told: no thread may take that path, and no result may depend on the value."""
+        found = {t.entry.name: doubt(t.entry.name, t.graph) for t in self._kernels.values()}
+        return tuple(f for f in found.values() if f is not None)
 
     def kernel(self, plan: LaunchPlan, name: str) -> Translated:
         return self._kernels[plan.ptx, name]

@@ -124,12 +124,14 @@ class Record:
 
 @dataclass(frozen=True)
 class Work:
-    """A launch ready to run: its kernel, its parameters with addresses, and the buffers that it may touch."""
+    """A launch ready to run: its kernel, its parameters with addresses, and the buffers that it may touch. `unset`:
+    secret of what it finds in registers, shared and local memory that it has not written."""
 
     kernel: Translated
     launch: Launch
     params: bytes
     regions: list[Region]
+    unset: int = 0
 
 
 class Running:
@@ -138,7 +140,7 @@ class Running:
     def __init__(self, work: Work, policy: Policy, memory: Memory) -> None:
         self.work, self.record = work, Record()
         kernel, launch = work.kernel, work.launch
-        self._keep = _fill(self.record, kernel, launch, work.params, work.regions, policy)
+        self._keep = _fill(self.record, work, policy)
         _slots(self.record, kernel, launch, policy, memory)
         self.record.put(L.C_ACTIVE, self.record.get(L.C_NCLUSTERS))
 
@@ -198,16 +200,10 @@ def run(work: Work, policy: Policy, memory: Memory) -> tuple[Counts, list[Failur
     return running.results()
 
 
-def _fill(
-    record: Record,
-    kernel: Translated,
-    launch: Launch,
-    params: bytes,
-    regions: list[Region],
-    policy: Policy,
-) -> dict[str, np.ndarray]:
+def _fill(record: Record, work: Work, policy: Policy) -> dict[str, np.ndarray]:
     """All but the slots. The arrays must live until the launch ends."""
-    ordered = sorted(regions, key=lambda r: r.base)
+    kernel, launch, params = work.kernel, work.launch, work.params
+    ordered = sorted(work.regions, key=lambda r: r.base)
     table = np.zeros((max(1, len(ordered)), 4), np.int64)
     for i, r in enumerate(ordered):
         shadow = 0 if r.shadow is None else int(r.shadow.ctypes.data)
@@ -245,6 +241,7 @@ def _fill(
     record.put(L.C_KERNEL, kernel.address)
     record.put(L.C_BUDGET, policy.budget)
     record.put(L.C_SEED, policy.seed)
+    record.put(L.C_UNSET, work.unset)
     record.put(L.C_MAXFOUND, MAX_FINDINGS)
     record.put(L.C_NBB, len(kernel.effects))
     record.put(L.C_MAXFORCED, policy.max_forced)

@@ -315,6 +315,21 @@ class Kernel(Text):
         self.go(no)
         self.place(no)
 
+    def _begin(self) -> list[str]:
+        """Where a thread starts: what may be read before anything writes it holds noise, all else zero."""
+        lines = ["begin:"]
+        for name in self.graph.unset():
+            n, bits, alloca = self.graph.number[name], self.bits_of(name), self._alloca[name]
+            call = f"call i64 @rt_unset(i64 %ci, i64 %bi, i64 %ti, i64 {n})"
+            value = f"%u{n}"
+            lines += [f"  {value} = {call}"]
+            if bits != 64:
+                how = "trunc" if bits < 64 else "sext"
+                value = f"%w{n}"
+                lines += [f"  {value} = {how} i64 %u{n} to i{bits}"]
+            lines += [f"  store i{bits} {value}, ptr {alloca}"]
+        return [*lines, "  br label %bb0"]
+
     def _module(self) -> str:
         from sandbox.devices.cpu.lower_flow import FLOAT_DECLARATIONS, prologue
         from sandbox.devices.cpu.runtime import runtime_declarations
@@ -329,7 +344,7 @@ class Kernel(Text):
         return "\n".join([
             DECLARATIONS, FLOAT_DECLARATIONS, runtime_declarations(), head, "entry:", *allocas, *prologue(),
             f"  %local = getelementptr i8, ptr %t, i64 {L.T_FRAME + self.frame_size}",
-            f"  switch i64 %pc, label %bb0 [\n{cases}\n  ]", *self.lines, "fault:", "  ret void", "}",
+            f"  switch i64 %pc, label %begin [\n{cases}\n  ]", *self._begin(), *self.lines, "fault:", "  ret void", "}",
             '!0 = !{!"branch_weights", i32 1000, i32 1}', "",
         ])  # fmt: skip
 

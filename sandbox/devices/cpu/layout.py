@@ -73,6 +73,7 @@ C_PROFILE = 584  # per block of the grid: counters of its threads, or 0; 0 when 
 C_SAVEDEFF = 592  # forced rounds: effects when the hash was kept, rounds since, and after how many it is kept anew
 C_SINCE = 600
 C_SPAN = 608
+C_UNSET = 616  # secret of what memory and registers hold before they are written
 C_BYTES = 640
 
 # --- BLOCK

@@ -22,6 +22,7 @@ from sandbox.devices.cpu.rt_race import (
     rt_race_warp,
 )
 from sandbox.devices.cpu.rt_sync import rt_bar_arrive, rt_bulk_drain, rt_copy_flush
+from sandbox.devices.cpu.rt_unset import rt_noise_local, rt_noise_shared
 from sandbox.devices.cpu.rt_warp import rt_together
 from sandbox.devices.cpu.words import *
 
@@ -30,7 +31,7 @@ TURN = 10000  # rounds after which a warp or block lets others run, even if it c
 
 
 def rt_start_block(ctx: i64, b: i64, cluster: i64, rank: i64) -> i64:
-    """Put a block into its slot: coordinates, poisoned shared memory, threads at their first instruction."""
+    """Put a block into its slot: coordinates, poisoned shared and local memory, threads at their first instruction."""
     gx = ld64(ctx + C_GRID)
     gy = ld64(ctx + C_GRID + 8)
     cx = ld64(ctx + C_CLUSTER)
@@ -60,8 +61,7 @@ def rt_start_block(ctx: i64, b: i64, cluster: i64, rank: i64) -> i64:
     if ld64(ctx + C_EXACT):
         rt_race_start(ctx, b)
     fill(b + B_BARS, 0, 16 * BAR_BYTES)
-    fill(ld64(b + B_SMEM), 0xFF, ld64(ctx + C_SMEM))
-    fill(ld64(b + B_SHADOW), UNWRITTEN, ld64(ctx + C_SMEM))
+    rt_noise_shared(ctx, b)
     st64(b + B_ORDER, (ld64(ctx + C_SEED) * 0x9E3779B9 + cluster * 40503 + rank * 977) & 0x7FFFFFFF)
     bx = ld64(ctx + C_NTID)
     by = ld64(ctx + C_NTID + 8)
@@ -76,6 +76,7 @@ def rt_start_block(ctx: i64, b: i64, cluster: i64, rank: i64) -> i64:
         st64(t + T_LINEAR, i)
         st64(t + T_LANE, i & 31)
         st64(t + T_BACKOFF, 4)
+        rt_noise_local(ctx, b, t)
         t = t + stride
     return 0
 

@@ -17,6 +17,7 @@ from sandbox.devices.cpu import (
     rt_reduce,
     rt_sched,
     rt_sync,
+    rt_unset,
     rt_warp,
 )
 from sandbox.devices.cpu.subset import compile_functions, declarations
@@ -29,6 +30,7 @@ MODULES: tuple[ModuleType, ...] = (
     rt_race,
     rt_reduce,
     rt_sync,
+    rt_unset,
     rt_mma,
     rt_warp,
     rt_sched,

@@ -17,6 +17,7 @@ from targets.kimi_k3.planted import (
     persistent,
     products,
     second,
+    unset,
 )
 from targets.planted import Planted
 
@@ -27,5 +28,5 @@ def catalogue() -> tuple[Planted, ...]:
     return (
         *products.gemv(), *products.attn_res(), *moe.router(), *attention.kda(), *attention.mla(), *moe.latent_moe(),
         *products.sharded(), *products.decode(), *persistent.kernels(), *hacks.kernels(),
-        *second.kernels(), *controls.kernels(), *peers.peers(),
+        *second.kernels(), *controls.kernels(), *peers.peers(), *unset.kernels(),
     )  # fmt: skip
