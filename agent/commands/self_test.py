@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import click
 from agent import scores, selftest
 from agent.commands import common
 from agent.ids import now
-from agent.services import Wanted, new_judge, start
+from agent.services import DEFAULT_ARCH, Wanted, new_compiler, new_judge, start
 from agent.versions import version
 from sandbox.judge_client import ClientOptions, JudgeClient
 from targets.planted import Planted, built_in
@@ -39,9 +39,12 @@ def _judged(asked: dict[str, Any]) -> dict[str, Any]:
     todo = selftest.chosen(built_in(), asked["only"], device)
     if asked["shard"]:
         todo = selftest.shard(todo, asked["shard"])
+    if asked["seconds"] == 0 and asked["output"]:
+        return _only_compiled(asked, todo)
     cores = os.cpu_count() or 1
     jobs = asked["jobs"] or (cores if device == "cpu" else 1)
     began = time.monotonic()
+    sized = [selftest.resized(p, asked["preset"]) for p in todo]
     with _store(asked["output"]) as folder:
         place = common.place_of(folder / "runs.db", None)
         wanted = Wanted(device, parallel=max(jobs, cores), deadline_s=300.0)
@@ -50,8 +53,7 @@ def _judged(asked: dict[str, Any]) -> dict[str, Any]:
         try:
             arch = str(facts.get("arch") or wanted.arch)
             bench = selftest.Bench(services.compiler, [services.judge, *more], device, arch, jobs)
-            sized = [selftest.resized(p, asked["preset"]) for p in todo]
-            compiled = _compiled(bench, sized, cores) if device != "cpu" or asked["output"] else 0.0
+            compiled = _compiled(bench, sized) if device != "cpu" or asked["output"] else 0.0
             until = time.monotonic() + (
                 float("inf") if asked["seconds"] is None else asked["seconds"]
             )
@@ -62,11 +64,34 @@ def _judged(asked: dict[str, Any]) -> dict[str, Any]:
             services.close()
             for judge_ in more:
                 judge_.close()
+    return _told(asked, rows, todo) | {
+        "device": facts.get("name", device), "jobs": jobs, "wall_s": round(time.monotonic() - began, 1),
+        "compile_wall_s": compiled,
+    }  # fmt: skip
+
+
+def _only_compiled(asked: dict[str, Any], todo: Sequence[Planted]) -> dict[str, Any]:
+    """Fills the folder that is kept. No device is looked for, and none is reached."""
+    began = time.monotonic()
+    sized = [selftest.resized(p, asked["preset"]) for p in todo]
+    with _store(asked["output"]) as folder:
+        wanted = Wanted(asked["device"], parallel=os.cpu_count() or 1, deadline_s=300.0)
+        place = common.place_of(folder / "runs.db", None)
+        with closing(new_compiler(wanted, place.workspace)) as compiler:
+            bench = selftest.Bench(compiler, [], asked["device"], wanted.arch or DEFAULT_ARCH)
+            compiled = _compiled(bench, sized)
+    return _told(asked, [], todo) | {
+        "device": asked["device"], "jobs": 0, "wall_s": round(time.monotonic() - began, 1), "compile_wall_s": compiled,
+    }  # fmt: skip
+
+
+def _told(
+    asked: dict[str, Any], rows: Sequence[scores.Row], todo: Sequence[Planted]
+) -> dict[str, Any]:
     return _report(rows, todo) | {
-        "device": facts.get("name", device), "preset": asked["preset"], "jobs": jobs, "date": now(),
-        "version": version("kernelgen"), "wall_s": round(time.monotonic() - began, 1),
-        "compile_wall_s": compiled, "commits": sorted({r.commit for r in rows if r.commit}),
-        "seconds": dict(selftest.spent(rows)), "rows": [r.to_json() for r in rows],
+        "preset": asked["preset"], "date": now(), "version": version("kernelgen"),
+        "commits": sorted({r.commit for r in rows if r.commit}), "seconds": dict(selftest.spent(rows)),
+        "rows": [r.to_json() for r in rows],
     }  # fmt: skip
 
 
@@ -86,13 +111,13 @@ def _more_judges(count: int, device: str, folder: Path) -> list[JudgeClient]:
     spoils times and no verdict, since none of these kernels is told from a right one by its time."""
     if device == "cpu":
         return [new_judge() for _ in range(count)]
-    return [JudgeClient(ClientOptions(folder / f"judge-{n}")) for n in range(count)]
+    return [JudgeClient(ClientOptions(folder / f"judge-{os.getpid()}-{n}")) for n in range(count)]
 
 
-def _compiled(bench: selftest.Bench, todo: Sequence[Planted], workers: int) -> float:
+def _compiled(bench: selftest.Bench, todo: Sequence[Planted]) -> float:
     """Compile all before any is judged, so that a GPU does not wait for the compiler. Returns the seconds."""
     began = time.monotonic()
-    selftest.prepare(bench, todo, workers)
+    selftest.prepare(bench, todo, os.cpu_count() or 1)
     click.echo(f"compiled {len(todo)} kernels in {time.monotonic() - began:.1f} s", err=True)
     return round(time.monotonic() - began, 1)
 
