@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from sandbox.artifact import Buffer
+from sandbox.artifact import Artifact, Buffer
 from sandbox.devices.base import Faulted
-from sandbox.devices.fake import FakeDevice
+from sandbox.devices.fake import FakeDevice, FakeProgram
 from sandbox.jobs import JudgeJob
 from sandbox.judge.judge import run
 from sandbox.verdict import Failure, Outcome, Status, Trust, Verdict, from_json
@@ -55,6 +56,36 @@ def test_right_kernel_passes(tmp_path: Path) -> None:
     assert phases[:4] == ["load", "allocate", "check", "time"]
     assert v.timing is not None and v.timing.kind == "modelled"
     assert from_json(v.to_json()) == v
+
+
+class Doubting(FakeDevice):
+    """Fake: as the cpu device, has something to say of kernels that end badly, and something in any case."""
+
+    secrets: list[int]
+
+    def load(self, artifact: Artifact) -> FakeProgram:
+        program: Any = super().load(artifact)
+        self.secrets = []
+        program.scramble = self.secrets.append
+        program.doubts = lambda: (Failure("unset-register", "reads what nothing wrote"),)
+        program.findings = lambda: (Failure("unwritten-read", "noticed"),)
+        made: FakeProgram = program
+        return made
+
+
+@pytest.mark.parametrize("kernel,rules", [
+    (toy.right, ["unwritten-read"]), (lambda t: scale_y(t), ["unset-register", "unwritten-read"]),
+])  # fmt: skip
+def test_what_the_device_noticed_stands_in_every_verdict_and_its_doubts_in_bad_ones(
+    kernel: Kernel, rules: list[str], tmp_path: Path
+) -> None:
+    job = JudgeJob(
+        toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cpu", seed=7
+    )
+    device = Doubting({"k": kernel})
+    v = run(job, device)
+    assert sorted(f.rule for f in v.findings if f.rule.startswith("un")) == rules
+    assert len(device.secrets) == 1 and device.secrets[0] > 1 << 32
 
 
 def scale_y(t: Mapping[str, torch.Tensor]) -> None:
