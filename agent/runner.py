@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -182,22 +182,24 @@ def advance(r: Run) -> Ended:
     """Run until the graph ends, waits or is drained; the record is up to date afterwards."""
     deps = deps_of(r)
     record.changed(r.session.place.db, r.id, state="running", stop=None, updated=now())
-    stopped: Stopped | None = None
     try:
         with beating(r.ledger, deps.files.clock), engine(r.session.place.db, r.id, r.settings) as e:
             if e.at_rest():
                 e.reopen()
             stopped = e.advance(deps, r.session.drain)
-    finally:
-        close(deps, stopped)
+    except BaseException as error:
+        with suppress(Exception):  # a full disk or a lost record: what came first is what is said
+            close(deps, None, f"{type(error).__name__}: {error}"[:500])
+        raise
+    close(deps, stopped)
     state: Any = stopped.state
     return Ended(
         r.id, stopped.how, state.get("stop", ""), state.get("incumbent", 0), stopped.waiting
     )
 
 
-def close(deps: Deps, stopped: Stopped | None) -> None:
-    """The run's row after a session; None: it ended by an exception and can be resumed."""
+def close(deps: Deps, stopped: Stopped | None, why: str = "") -> None:
+    """The run's row after a session; None: it ended by an exception, `why`, and can be resumed."""
     state: Any = stopped.state if stopped else {}
     how = stopped.how if stopped else "failed"
     if deps.clerk is not None:
@@ -206,7 +208,7 @@ def close(deps: Deps, stopped: Stopped | None) -> None:
     words = {"drained": "interrupted", "end": "spent" if stop in search.SPENT else "done"}
     record.closed(
         deps, state.get("round", 0), state=words.get(how, how), stop=stop or None,
-        message="; ".join(stopped.waiting) if stopped and stopped.waiting else None,
+        message="; ".join(stopped.waiting if stopped else (why,)) or None,
         elapsed=deps.ledger.elapsed, updated=now(),
     )  # fmt: skip
 

@@ -44,7 +44,8 @@ class BadRecord(strict.Malformed):
 
 
 def write(place: Place, queries: Queries, run: str, folder: Path | None = None) -> Path:
-    """Write run `run`; by default beside the winners. Raises NotFound, Missing, OSError."""
+    """Write run `run`; by default beside the winners. Raises NotFound, Missing, OSError; a folder that is no
+    record of a run is left as it is."""
     row = queries.run(run)
     rows = queries.candidates(row["id"])
     files: dict[str, bytes] = {}
@@ -231,7 +232,7 @@ def _replace(final: Path, files: Mapping[str, bytes]) -> None:
                 trees[head] = Path(scratch) / head
                 trees[head].mkdir(exist_ok=True)
                 (trees[head] / tail).write_bytes(data)
-        replace_folder(final, flat, trees)
+        replace_folder(final, flat, trees, NAME)
 
 
 def rows_for_replay(folder: Path, queries: Queries) -> Sequence[Mapping[str, Any]]:

@@ -20,6 +20,8 @@ from agent.state import Deps
 from agent.workspace import read_json, replace_folder
 from sandbox.verdict import Verdict
 
+MARK = "verdict.json"
+
 
 def write_winner(deps: Deps, seq: int, alone: bool = False) -> Path:
     """Write the folder of candidate `seq`; `alone` drops the run's other ones. Raises OSError, Missing."""
@@ -33,7 +35,11 @@ def write_winner(deps: Deps, seq: int, alone: bool = False) -> Path:
     }
     if result["tunables"]:
         files["tunables.json"] = _pretty(result["tunables"])
-    replace_folder(final, files, {"artifact": deps.workspace.artifact(result["artifact"])})
+    if not (
+        final / MARK
+    ).is_file():  # what is there is whole and the same: the result is the candidate's last word
+        trees = {"artifact": deps.workspace.artifact(result["artifact"])}
+        replace_folder(final, files, trees, MARK)
     # an unfinished one is what a kill left
     patterns = (f"{deps.task.run}-*", f".new-{deps.task.run}-*") if alone else ()
     for other in [o for p in patterns for o in final.parent.glob(p)]:

@@ -210,9 +210,28 @@ class Place:
         return Workspace.beside(self.db)
 
 
-def replace_folder(final: Path, files: Mapping[str, bytes], trees: Mapping[str, Path]) -> None:
-    """Write a folder of files and copied trees under a temporary name, then put it in place. The name is always the
-    same: what a kill left of an earlier attempt is replaced by the next."""
+def check_writable(place: Place) -> None:
+    """Whether a run can be written down there, asked before it costs anything. Raises OSError with the folder."""
+    for folder in (place.db.resolve().parent, place.workspace.root, place.out):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"kernelgen")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(folder)) from error
+
+
+def replace_folder(
+    final: Path, files: Mapping[str, bytes], trees: Mapping[str, Path], mark: str
+) -> None:
+    """Write a folder of files and copied trees under a temporary name, then put it in place of an earlier one, which
+    is known by its file `mark`: no other folder is replaced. The name is always the same, so that the next attempt
+    clears away what a kill left of this one. Raises OSError, FileExistsError for a folder that is not ours.
+    """
+    if final.is_symlink() or (final.exists() and not _replaceable(final, mark)):
+        raise FileExistsError(
+            f"{final} exists and has no {mark}: it is left as it is; choose another folder"
+        )
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".new-{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -223,8 +242,20 @@ def replace_folder(final: Path, files: Mapping[str, bytes], trees: Mapping[str, 
         for name, source in trees.items():
             shutil.copytree(source, temporary / name)
         temporary.chmod(0o755)
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
+        put_in_place(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replaceable(folder: Path, mark: str) -> bool:
+    return folder.is_dir() and ((folder / mark).is_file() or not any(folder.iterdir()))
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Rename a finished folder to `final`. One that is there goes after that: a kill leaves one of them whole."""
+    old = final.with_name(f".old-{final.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)

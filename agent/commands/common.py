@@ -7,7 +7,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
@@ -17,8 +17,13 @@ from agent.workspace import Place
 from sandbox.strict import Malformed
 from targets.base import Options, Target, UnknownOption, UnknownTarget, find
 
+if TYPE_CHECKING:
+    from agent.store import Queries
+
 F = TypeVar("F", bound=Callable[..., Any])
 SCHEMA = 1
+RUN = "kernelgen.run"
+"""Key of a context's `meta`: the run that a command began, for one that was called by another."""
 
 
 class Usage(click.UsageError):
@@ -163,6 +168,16 @@ def check_workers(asked: Mapping[str, Any], device: str) -> None:
 
 def place_of(db: Path, out: Path | None) -> Place:
     return Place(db, out or db.resolve().parent / "kernels_out")
+
+
+def recorded(db: Path, out: Path | None = None) -> tuple[Place, Queries]:
+    """A record that there is; nobody who asks for one makes one. Raises Usage, Corrupt, OSError."""
+    from agent.store import Queries, Store
+
+    if not db.exists():
+        raise Usage(f"there is no record {db}")
+    place = place_of(db, out)
+    return place, Queries(Store(place.db), place.workspace)
 
 
 def chosen(target: Target, device: str, asked: dict[str, Any]) -> Options:

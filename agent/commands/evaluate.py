@@ -15,6 +15,7 @@ import click
 from agent import offline
 from agent.commands import common
 from agent.config import deadline
+from agent.locks import hold
 from agent.offline import Found, Setting
 from agent.runner import Services
 from agent.services import DEFAULT_ARCH, Wanted, in_order, start, start_compiler, start_each
@@ -176,7 +177,9 @@ def evaluate(files: tuple[str, ...], **asked: Any) -> int:
             arch = asked["arch"] or str(facts.get("arch") or DEFAULT_ARCH)
             setting = Setting(name, workload, asked["device"], arch, tier, limit)
             benches.append(Bench(kind, services, setting, _incumbent(services, setting, rival)))
-        return _each(place, benches, sources, asked["as_json"])
+        run = offline.start_record(place, benches[0].setting)
+        with hold(place.workspace.run(run)):
+            return _each(Sheet(place, run, asked["as_json"]), benches, sources)
 
 
 def _incumbent(services: Services, setting: Setting, rival: offline.File | None) -> Path | None:
@@ -202,9 +205,18 @@ class Bench:
         return offline.judge_file(self.services, self.setting, file, self.incumbent)
 
 
-def _each(place: Place, benches: list[Bench], sources: list[offline.File], as_json: bool) -> int:
+@dataclass(frozen=True)
+class Sheet:
+    """Where results go."""
+
+    place: Place
+    run: str
+    as_json: bool
+
+
+def _each(sheet: Sheet, benches: list[Bench], sources: list[offline.File]) -> int:
     """Every file on every bench; recorded and shown in their order, whoever is done first."""
-    run = offline.start_record(place, benches[0].setting)
+    place, run, as_json = sheet.place, sheet.run, sheet.as_json
     began = time.monotonic()
     results: list[tuple[str, Found]] = []
     for seq, (bench, found) in enumerate(_judged(benches, sources)):

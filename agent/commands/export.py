@@ -10,7 +10,7 @@ import click
 from agent import record
 from agent.commands import common
 from agent.ids import now
-from agent.store import Queries, Store
+from agent.store import Queries
 
 
 @click.command()
@@ -48,12 +48,9 @@ def export(name: str, **asked: Any) -> int:
     """
     from agent.export import subject
 
-    if not asked["db"].exists():
-        raise common.Usage(f"there is no record {asked['db']}")
+    place, queries = common.recorded(asked["db"])
     if asked["to"] == "vllm" and asked["checkout"] is None:
         raise common.Usage("--to vllm needs --checkout DIR")
-    place = common.place_of(asked["db"], None)
-    queries = Queries(Store(place.db), place.workspace)
     try:
         found = subject.find(queries, name, asked["force"])
         if found.decision is None:

@@ -13,7 +13,7 @@ from agent import record as writer
 from agent.commands import common
 from agent.commands.evaluate import TIERS
 from agent.config import deadline
-from agent.store import Queries, Store
+from agent.store import Queries
 from agent.store.store import JudgedRow
 from agent.views import verdict_lines
 from agent.workspace import Place, write_bytes
@@ -160,8 +160,7 @@ def record(run: str, files: tuple[Path, ...], db: Path, as_json: bool) -> int:
     Examples:
       kernelgen record last verdicts/3f9c...-screen.json
     """
-    place = common.place_of(db, None)
-    queries = Queries(Store(place.db), place.workspace)
+    place, queries = common.recorded(db)
     row = queries.run(run)
     folder = place.workspace.run(row["id"])
     verdicts = [elsewhere.read_verdict(f) for f in files]

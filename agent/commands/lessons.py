@@ -8,7 +8,6 @@ import click
 
 from agent.commands import common
 from agent.lessons import TECHNIQUES, search
-from agent.store import Queries, Store
 from agent.views import clean
 
 
@@ -31,10 +30,8 @@ def lessons(target: str, device: str, technique: str, limit: int, db: Path, as_j
       kernelgen lessons
       kernelgen lessons --target kimi-k3-kda --technique edges
     """
-    if not db.exists():
-        raise common.Usage(f"there is no record {db}")
-    place = common.place_of(db, None)
-    found = search(Queries(Store(place.db), place.workspace), target, device, technique)[:limit]
+    queries = common.recorded(db)[1]
+    found = search(queries, target, device, technique)[:limit]
     lines = [
         f"{r['run']} round {r['round']}, {r['target']}: {clean(str(r['text']))}" for r in found
     ]

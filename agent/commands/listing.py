@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from agent.commands import common
-from agent.locks import held
+from agent.locks import state_of
 from agent.store import Queries, Store
 from agent.views import columns
 from agent.workspace import Place
@@ -102,6 +102,5 @@ def _runs(place: Place, target: str | None, limit: int) -> list[dict[str, Any]]:
     name = common.full_name(target) if target else None
     rows = Queries(Store(place.db), place.workspace).runs(name, limit)
     for row in rows:
-        if row["state"] == "running" and not held(place.workspace.run(row["id"])):
-            row["state"] = "killed"
+        row["state"] = state_of(place.workspace, row)
     return rows

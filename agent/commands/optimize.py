@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from agent.services import DEFAULT_ARCH, Wanted, start, start_compiler
 from agent.store import Queries, Store
 from agent.summary import exit_code, summarise
 from agent.versions import versions
-from agent.workspace import Place
+from agent.workspace import Place, check_writable
 from sandbox.verdict import Tier
 
 # Interpreting a step takes minutes: a first answer soon, more on request.
@@ -129,14 +130,14 @@ def optimize(**asked: Any) -> int:
     console = common.talk()
     console.print(opening(settings, asked["proposer"]), soft_wrap=True, markup=False)
     seats.make_model(settings)  # a missing key shows before anything is started
-    run = new_run_id()
+    check_writable(place)
+    run = click.get_current_context().meta[common.RUN] = new_run_id()
     services, settings = _services(place, settings, run, asked["workers"])
-    try:
+    with closing(services):
         create(place, settings, versions(), run)
         console.print(f"run {run}", markup=False)
-        return _work(place, run, settings, services, asked["as_json"])
-    finally:
-        services.close()
+        with hold(place.workspace.run(run)):
+            return _work(place, run, settings, services, asked["as_json"])
 
 
 @click.command()
@@ -160,25 +161,25 @@ def resume(**asked: Any) -> int:
       kernelgen resume last
       kernelgen resume 01JD3V --rounds 20 --max-usd 40
     """
-    place = common.place_of(asked["db"], asked["out"])
-    if not place.db.exists():
-        raise common.Usage(f"there is no record {place.db}")
-    row = Queries(Store(place.db), place.workspace).run(asked["run"])
+    place, queries = common.recorded(asked["db"], asked["out"])
+    row = queries.run(asked["run"])
     if row["kind"] != "optimize":
         raise common.Usage(f"run {row['id']} is of `{row['kind']}`: only runs of `optimize` go on")
     run = row["id"]
-    settings = with_limits(load_settings(place, run), **_limits(asked))
-    if asked["no_wait"] is not None:
-        settings = replace(settings, wait=not asked["no_wait"])
-    common.talk().print(
-        f"run {run} goes on: {opening(settings, settings.proposer)}", soft_wrap=True, markup=False
-    )
-    services, settings = _services(place, settings, run, asked["workers"])
-    try:
-        save_settings(place, run, settings)
-        return _work(place, run, settings, services, asked["as_json"])
-    finally:
-        services.close()
+    check_writable(place)
+    with hold(place.workspace.run(run)):  # before anything is started or changed
+        settings = with_limits(load_settings(place, run), **_limits(asked))
+        if asked["no_wait"] is not None:
+            settings = replace(settings, wait=not asked["no_wait"])
+        common.talk().print(
+            f"run {run} goes on: {opening(settings, settings.proposer)}",
+            soft_wrap=True,
+            markup=False,
+        )
+        services, settings = _services(place, settings, run, asked["workers"])
+        with closing(services):
+            save_settings(place, run, settings)
+            return _work(place, run, settings, services, asked["as_json"])
 
 
 def _recorded(place: Place, name: str) -> str:
@@ -187,9 +188,7 @@ def _recorded(place: Place, name: str) -> str:
     """
     if (Path(name) / trajectory.NAME).is_file():
         return str(Path(name).absolute())
-    if not place.db.exists():
-        raise common.Usage(f"there is no record {place.db}")
-    return str(Queries(Store(place.db), place.workspace).run(name)["id"])
+    return str(common.recorded(place.db, place.out)[1].run(name)["id"])
 
 
 def settings_of(asked: dict[str, Any]) -> RunSettings:
@@ -277,7 +276,7 @@ def _work(place: Place, run: str, s: RunSettings, services: Services, as_json: b
     queries = Queries(Store(place.db), place.workspace)
     screen.recall(queries.history(run), queries.run(run)["rounds"] + 1)
     session = Session(place, screen)
-    with hold(place.workspace.run(run)), interrupts.draining(session.stop, services.close) as came:
+    with interrupts.draining(session.stop, services.close) as came:
         party = seats.seat(run, s, session, ledger.check)
         with screen:
             ended: Ended = advance(Run(run, s, session, services, party, ledger))

@@ -36,10 +36,7 @@ def trajectory_(run: str, output: Path | None, db: Path, out: Path | None, as_js
       kernelgen trajectory last
       kernelgen trajectory 01JD3V -o records/kda
     """
-    if not db.exists():
-        raise common.Usage(f"there is no record {db}")
-    place = common.place_of(db, out)
-    queries = Queries(Store(place.db), place.workspace)
+    place, queries = common.recorded(db, out)
     folder = course.write(place, queries, run, output)
     ranked = course.read(folder)["ranking"]
     common.emit(as_json, {"folder": str(folder), "ranking": ranked}, str(folder))
@@ -86,7 +83,7 @@ def replay(name: str, **asked: Any) -> int:
             arguments, prog_name="kernelgen optimize", standalone_mode=False, parent=context.parent
         )
     queries = Queries(Store(place.db), place.workspace)
-    new = queries.run("last")["id"]
+    new = context.meta[common.RUN]
     rows = queries.candidates(new)
     found = ranking.compare(
         ranking.results(recorded["candidates"]), ranking.results(rows), asked["margin"]

@@ -10,7 +10,6 @@ from agent.commands import common
 from agent.report.html import html
 from agent.report.markdown import markdown
 from agent.report.views import run_view
-from agent.store import Queries, Store
 from agent.workspace import write_bytes
 
 
@@ -32,13 +31,10 @@ def report(run: str, output: Path | None, kind: str | None, db: Path, as_json: b
       kernelgen report last -o report.html
       kernelgen report last --format md | gh pr comment --body-file -
     """
-    if not db.exists():
-        raise common.Usage(f"there is no record {db}")
+    queries = common.recorded(db)[1]
     to_stdout = output is None or str(output) == "-"
     if as_json and to_stdout:
         raise common.Usage("--json needs -o FILE: the report itself goes to stdout")
-    place = common.place_of(db, None)
-    queries = Queries(Store(place.db), place.workspace)
     view = run_view(queries, queries.run(run))
     named_md = output is not None and output.suffix in (".md", ".markdown")
     chosen = kind or ("md" if named_md else "html")

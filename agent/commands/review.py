@@ -66,10 +66,7 @@ def review(name: str, **asked: Any) -> int:
 
     Exit codes: 0 done, 1 nothing waits for a decision or it was refused, 2 usage.
     """
-    place = common.place_of(asked["db"], asked["out"])
-    if not place.db.exists():
-        raise common.Usage(f"there is no record {place.db}")
-    queries = Queries(Store(place.db), place.workspace)
+    place, queries = common.recorded(asked["db"], asked["out"])
     run, only = _named(queries, name)
     given = [(k, asked[k]) for k in ("approve", "reject", "send_back") if asked[k] is not None]
     if given:

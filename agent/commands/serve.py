@@ -32,9 +32,7 @@ def serve(port: int, launch: bool, db: Path, out: Path | None) -> int:
       kernelgen serve
       kernelgen serve --port 0 --open
     """
-    if not db.exists():
-        raise common.Usage(f"there is no record {db}")
-    _run(common.place_of(db, out), port, launch)
+    _run(common.recorded(db, out)[0], port, launch)
     return 0
 
 

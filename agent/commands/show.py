@@ -15,8 +15,9 @@ from agent import difference, waterfall
 from agent import trace as trace_file
 from agent.commands import common
 from agent.difference import Side
+from agent.locks import state_of
 from agent.profiles import profiled
-from agent.store import Queries, Store
+from agent.store import Queries
 from agent.views import clean, columns, verdict_lines
 from sandbox.verdict import Verdict
 
@@ -48,10 +49,7 @@ def show(name: str, only: str | None, trace: Path | None, db: Path, as_json: boo
       kernelgen show last-3 --trace step.json
       kernelgen show 01JD3V-0 --source > seed.py
     """
-    if not db.exists():
-        raise common.Usage(f"there is no record {db}")
-    place = common.place_of(db, None)
-    queries = Queries(Store(place.db), place.workspace)
+    queries = common.recorded(db)[1]
     head, dash, tail = name.rpartition("-")
     if dash and tail.isdigit():
         if trace is not None:
@@ -64,6 +62,7 @@ def show(name: str, only: str | None, trace: Path | None, db: Path, as_json: boo
 
 
 def _run(queries: Queries, run: dict[str, Any], as_json: bool) -> int:
+    run = {**run, "state": state_of(queries.workspace, run)}
     rows = queries.candidates(run["id"])
     for row in rows:
         row["result"] = row["outcome"] or row["status"]
@@ -140,7 +139,9 @@ def _trace(queries: Queries, row: dict[str, Any], file: Path) -> int:
     name = f"{row['run']}-{row['seq']}"
     made = trace_file.chrome(seen.profile, name) if seen else None
     if made is None:
-        raise common.Usage(f"candidate {name} has no timeline: it did not pass, or its device has no clock")
+        raise common.Usage(
+            f"candidate {name} has no timeline: it did not pass, or its device has no clock"
+        )
     file.write_text(json.dumps(made))
     click.echo(f"{file}: {len(made['traceEvents'])} events ({made['otherData']['times']})")
     return 0

@@ -7,7 +7,6 @@ of hashes. Written under a temporary name and renamed. It installs nothing and r
 from __future__ import annotations
 
 import shutil
-import tempfile
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -19,9 +18,11 @@ from agent.export.provenance import markdown, provenance
 from agent.export.rebuild import Rebuilt
 from agent.export.subject import ExportRefused, Subject, pretty
 from agent.store import Queries
+from agent.workspace import put_in_place
 from sandbox.artifact import digest
 
 SCHEMA = 1
+OWN = ("README.md", "PROVENANCE.md", "pyproject.toml", "source/kernel.py")
 MODULES = ("__init__", "__main__", "check", "driver", "loader", "op", "plan")
 
 
@@ -49,7 +50,11 @@ def write(queries: Queries, s: Subject, wanted: Wanted) -> Bundle:
     final = wanted.folder
     _may_replace(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
+    temporary = final.with_name(
+        f".new-{final.name}"
+    )  # the next export clears away what a kill left
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     try:
         package = temporary / s.slug
         (package / "data").mkdir(parents=True)
@@ -61,9 +66,7 @@ def write(queries: Queries, s: Subject, wanted: Wanted) -> Bundle:
         (package / "manifest.json").write_bytes(pretty(manifest))
         _documents(temporary, s, manifest, wanted.rebuilt)
         temporary.chmod(0o755)
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
+        put_in_place(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Bundle(final, s.slug, manifest, tuple(parts.notes))
@@ -78,7 +81,8 @@ def _may_replace(folder: Path) -> None:
     """Only a bundle of ours, or nothing, is replaced."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
-    if folder.exists() and not list(folder.glob("*/manifest.json")):
+    ours = all((folder / name).is_file() for name in OWN) and any(folder.glob("*/loader.py"))
+    if folder.is_symlink() or (folder.exists() and not ours):
         raise ExportRefused(f"{folder} exists and is no bundle: choose another -o")
 
 

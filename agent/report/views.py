@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from agent.locks import state_of
 from agent.review.decide import Decision, decisions, standing
 from agent.review.dossier import Dossier, Version, dossier, promoted
 from agent.store import Queries
@@ -80,6 +81,7 @@ class RunView:
 
 def run_view(queries: Queries, run: Mapping[str, Any]) -> RunView:
     """Raises Missing for a lost source or verdict of a promoted candidate."""
+    run = {**run, "state": state_of(queries.workspace, run)}
     rows = queries.candidates(run["id"])
     calls = queries.calls(run["id"])
     priced = [c["cost"] for c in calls if c["cost"] is not None]

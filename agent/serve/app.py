@@ -5,6 +5,7 @@ Shows what `agent.report` shows, from the same functions; writes nothing but dec
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from agent.locks import held
+from agent.locks import state_of
 from agent.models.base import Unavailable
 from agent.report.html import environment, style
 from agent.report.pages import RunPage, dossier_page, run_page
@@ -28,7 +29,7 @@ from agent.report.views import run_view
 from agent.review.decide import EFFECTS, Refused, decide
 from agent.review.dossier import dossier, queue
 from agent.serve.guard import Guard, Secrets, same
-from agent.store import Queries, Store
+from agent.store import Corrupt, Queries, Store
 from agent.store.queries import NotFound
 from agent.workspace import Missing, Place
 
@@ -106,7 +107,7 @@ def answered(desk: Desk, request: Request, work: Callable[[Desk, Request], Respo
         return desk.render("message.html.j2", 404, title="Not found", text=str(error))
     except Refused as error:
         return desk.render("message.html.j2", 409, title="Not recorded", text=str(error))
-    except (Missing, Unavailable) as error:
+    except (Missing, Unavailable, Corrupt, OSError, sqlite3.Error) as error:
         return desk.render("message.html.j2", 500, title="Cannot be shown", text=str(error))
 
 
@@ -118,7 +119,7 @@ def runs(desk: Desk, request: Request) -> Response:
     queries = desk.queries
     rows = queries.runs()
     for row in rows:
-        row["state"] = state_of(desk, row)
+        row["state"] = state_of(desk.place.workspace, row)
         row["waiting"] = len(queue(queries, row["id"]))
     return desk.render("runs.html.j2", rows=rows, refresh=_refresh(rows))
 
@@ -126,7 +127,7 @@ def runs(desk: Desk, request: Request) -> Response:
 def one_run(desk: Desk, request: Request) -> Response:
     queries = desk.queries
     run = queries.run(request.path_params["run"])
-    run = {**run, "state": state_of(desk, run)}
+    run = {**run, "state": state_of(desk.place.workspace, run)}
     waiting = queue(queries, run["id"])
     return desk.render(
         "run.html.j2", page=desk.page(queries, run), run=run, waiting=waiting,
@@ -172,13 +173,6 @@ def take_decision(desk: Desk, request: Request, body: bytes) -> Response:
     note = form.get("note", "").replace("\r\n", "\n")
     done = decide(desk.place, row, form.get("kind", ""), (note, desk.who))
     return RedirectResponse(f"/runs/{row['run']}/candidates/{seq}?done={done.effect}", 303)
-
-
-def state_of(desk: Desk, run: Mapping[str, Any]) -> str:
-    """`killed` for a run that says it is running and is not."""
-    if run["state"] == "running" and not held(desk.place.workspace.run(run["id"])):
-        return "killed"
-    return str(run["state"])
 
 
 def _refresh(rows: list[dict[str, Any]]) -> int | None:

@@ -42,16 +42,16 @@ class Queries:
               (select sum(input_tokens + output_tokens) from model_calls m where m.run = r.id)
                 as tokens
             from runs r where :target is null or r.target = :target
-            order by r.started desc, r.id desc limit :limit""",
+            order by r.rowid desc limit :limit""",
             {"target": target, "limit": limit},
         )
 
     def run(self, name: str) -> dict[str, Any]:
-        """A run by id, unique prefix or suffix (4 characters or more), or `last`. Raises
-        NotFound.
+        """A run by id, unique prefix or suffix (4 characters or more), or `last`: the one that was opened last,
+        whatever the clock said. Raises NotFound.
         """
         if name == "last":
-            found = self.rows("select * from runs order by started desc, id desc limit 1")
+            found = self.rows("select * from runs order by rowid desc limit 1")
         else:
             found = self.rows(
                 "select * from runs where id = :n or (length(:n) >= 4 and"

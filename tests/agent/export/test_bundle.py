@@ -362,3 +362,21 @@ def test_a_second_export_replaces_a_bundle_and_nothing_else(tmp_path: Path) -> N
     again = bundle.write(queries, found, bundle.Wanted(tmp_path / "b"))
     assert json.dumps(first.manifest) == json.dumps(again.manifest)
     assert "NOBODY HAS REVIEWED" in (again.folder / "README.md").read_text()
+
+
+def test_a_folder_that_is_no_bundle_is_left_as_it_is(
+    made: bundle.Bundle, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As `compile -o` leaves one: folders of artifacts, each with a manifest."""
+    folder = tmp_path_factory.mktemp("kept")
+    _, queries, run = small.record(folder, small.artifact(), small.SOURCE)
+    found = subject.find(queries, f"{run}-0", force=False)
+    artifacts = queries.workspace.artifacts
+    assert list(artifacts.glob("*/manifest.json"))
+    before = sorted(p for p in folder.rglob("*"))
+    with pytest.raises(subject.ExportRefused, match="is no bundle"):
+        bundle.write(queries, found, bundle.Wanted(artifacts))
+    assert sorted(p for p in folder.rglob("*")) == before
+    again = bundle.write(queries, found, bundle.Wanted(made.folder))  # its own is replaced
+    assert again.manifest["files"] == made.manifest["files"]
+    assert [p.name for p in made.folder.parent.iterdir()] == [made.folder.name]
