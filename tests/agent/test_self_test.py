@@ -227,6 +227,15 @@ def test_what_is_not_begun_in_time_has_no_row() -> None:
     assert [r.planted.name for r in rows] == [GOOD.name]
 
 
+def test_the_longest_begin_first_and_rows_keep_their_order() -> None:
+    begun: list[str] = []
+    long = replace(BUG, name="persistent/x")
+    bench = selftest.Bench(Compiler(), [Judge(Tier.SCREEN)], "cpu", "sm_90a")
+    rows = selftest.run(bench, [BUG, long, GOOD], lambda r: begun.append(r.planted.name))
+    assert begun == [GOOD.name, long.name, BUG.name]
+    assert [r.planted.name for r in rows] == [BUG.name, long.name, GOOD.name]
+
+
 def part(tmp_path: Path, name: str, rows: list[scores.Row], **more: object) -> str:
     data = {
         **scores.summary(rows), "device": "cpu", "preset": "tiny", "version": "1", "jobs": 1, "date": "2026-01-01",
