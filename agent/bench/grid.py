@@ -6,7 +6,7 @@ Plain data. Compiling and judging are the services'.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,36 @@ class Asked:
     rows: Sequence[int]
     contexts: Sequence[int | None]
 
+    def each(self) -> Iterator[Options]:
+        for rows in self.rows:
+            for context in self.contexts:
+                yield replace(self.options, rows=rows, context=context)
 
-def workloads(target: Target, asked: Asked) -> tuple[list[Workload], list[str]]:
-    """Every workload that the target has, and a line for each that it refuses."""
+
+@dataclass(frozen=True)
+class Listed:
+    """Rows in an order of one's own, of any presets: `PRESET:M:CONTEXT`. `options` has what they share."""
+
+    options: Options
+    rows: Sequence[str]
+
+    def each(self) -> Iterator[Options]:
+        """Raises ValueError."""
+        for text in self.rows:
+            preset, rows, context = text.split(":")
+            yield replace(self.options, preset=preset, rows=number(rows), context=number(context))
+
+
+def workloads(target: Target, asked: Asked | Listed) -> tuple[list[Workload], list[str]]:
+    """Every workload that the target has, and a line for each that it refuses. Raises ValueError."""
     found, refused = [], []
-    for rows in asked.rows:
-        for context in asked.contexts:
-            options = replace(asked.options, rows=rows, context=context)
-            try:
-                found.append(target.workload(options))
-            except UnknownOption as error:
-                refused.append(f"rows {rows}, context {context}: {error}")
+    for options in asked.each():
+        try:
+            found.append(target.workload(options))
+        except UnknownOption as error:
+            refused.append(
+                f"preset {options.preset}, rows {options.rows}, context {options.context}: {error}"
+            )
     return found, refused
 
 

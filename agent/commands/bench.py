@@ -19,7 +19,7 @@ from agent.commands.evaluate import tunable_option
 from agent.config import options
 from agent.services import DEFAULT_ARCH, Wanted, start
 from sandbox.verdict import Status
-from targets.base import Target
+from targets.base import Target, Workload
 
 
 def _numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
@@ -40,6 +40,9 @@ def _numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tu
     "--context", default=None, callback=_numbers, help="Tokens in the caches, such as 1k,8k,128k."
 )
 @click.option("--preset", default=None, help="Sizes.  [default: tiny on cpu, tp8 on cuda]")
+@click.option("--row", "listed", multiple=True, metavar="PRESET:M:CONTEXT",
+              help="One row, such as tp16:8:8k, in place of --preset, --rows and --context; may be repeated, and rows "
+                   "are measured in this order.")  # fmt: skip
 @click.option("--layers", type=click.IntRange(1), default=None, help="Number of layers.")
 @click.option(
     "--option", "extra", multiple=True, metavar="NAME=VALUE", help="A target's own option."
@@ -77,14 +80,18 @@ def bench(**asked: Any) -> int:
     \b
     Examples:
       kernelgen bench --target kimi-k3-decode --rows 1,8 --context 1k,8k --preset tp8 -o rows.jsonl
-      kernelgen bench --target kimi-k3-decode --read rows.jsonl --plot bench.png
+      kernelgen bench --target kimi-k3-decode --row tp8:1:8k --row tp16:8:8k -o rows.jsonl
+      kernelgen bench --target kimi-k3-decode --read a.jsonl --read b.jsonl --plot bench.png
       kernelgen bench --target kimi-k3-decode --kernel mine.py --baselines mix,graph --plot bench.png
 
     Exit code 0 only if every workload was measured.
     """
     target = common.find_target(asked["target"])
     name = common.full_name(asked["target"])
-    found, refused = grid.workloads(target, _asked(target, asked))
+    try:
+        found, refused = grid.workloads(target, _asked(target, asked))
+    except ValueError as error:
+        raise common.Usage(f"a row is PRESET:M:CONTEXT, such as tp8:1:8k: {error}") from error
     for line in [] if asked["measured"] else refused:
         common.complain(f"refused: {line}")
     if not found:
@@ -105,7 +112,8 @@ def bench(**asked: Any) -> int:
     common.talk().print(_headline(name, found, asked, facts), soft_wrap=True, markup=False)
     rows: list[dict[str, Any]] = []
     try:
-        plan = _plan(target, name, asked, asked["arch"] or str(facts.get("arch") or DEFAULT_ARCH))
+        arch = asked["arch"] or str(facts.get("arch") or DEFAULT_ARCH)
+        plan = _plan(target, name, asked, (arch, found))
         for some in run.measured(services, plan, found, parallel):
             rows += some
             if asked["output"]:
@@ -135,7 +143,7 @@ def _read(asked: dict[str, Any]) -> int:
     return 0 if all(r.get("status") == str(Status.PASSED) for r in rows) else 1
 
 
-def _asked(target: Target, asked: dict[str, Any]) -> grid.Asked:
+def _asked(target: Target, asked: dict[str, Any]) -> grid.Asked | grid.Listed:
     """Raises Usage."""
     preset = asked["preset"]
     if preset is None:
@@ -145,11 +153,16 @@ def _asked(target: Target, asked: dict[str, Any]) -> grid.Asked:
         chosen = options(preset, {"layers": asked["layers"]}, asked["extra"])
     except ValueError as error:
         raise common.Usage(str(error)) from error
+    if asked["listed"]:
+        return grid.Listed(chosen, asked["listed"])
     return grid.Asked(chosen, asked["rows"] or (1,), asked["context"] or (None,))
 
 
-def _plan(target: Target, name: str, asked: dict[str, Any], arch: str) -> run.Plan:
-    """Raises OSError, Malformed."""
+def _plan(
+    target: Target, name: str, asked: dict[str, Any], on: tuple[str, list[Workload]]
+) -> run.Plan:
+    """Raises OSError, Malformed, Usage. `on`: architecture and workloads."""
+    arch, found = on
     source = target.seed_source()
     seed = offline.File(grid.SEED, source, {**grid.best_known(source), **asked["tunables"]})
     kernel: offline.File | dict[str, Path] = seed
@@ -168,10 +181,10 @@ def _plan(target: Target, name: str, asked: dict[str, Any], arch: str) -> run.Pl
         there if asked["baselines"] == "all" else tuple(filter(None, asked["baselines"].split(",")))
     )
     layers = getattr(target, "model_layers", None)
-    options_ = _asked(target, asked).options
-    context = Context(
-        label, shlex.join(["kernelgen", *sys.argv[1:]]), layers(options_) if layers else None
-    )
+    whole = {layers(w.options) for w in found} if layers else {None}
+    if len(whole) > 1:
+        raise common.Usage("rows of models with different numbers of layers: ask for them apart")
+    context = Context(label, shlex.join(["kernelgen", *sys.argv[1:]]), whole.pop())
     deadline = asked["deadline"] or (1800.0 if asked["device"] == "cpu" else 300.0)
     return run.Plan(
         name, asked["device"], arch, kernel, seed, baselines, asked["steps"], deadline, context
@@ -181,4 +194,5 @@ def _plan(target: Target, name: str, asked: dict[str, Any], arch: str) -> run.Pl
 def _headline(name: str, found: list[Any], asked: dict[str, Any], facts: Any) -> str:
     on = f"{facts.get('name', '')} ({asked['device']})"
     kind = "modelled, not measured" if asked["device"] == "cpu" else "measured"
-    return f"bench {name} on {on}: {len(found)} workloads, preset {found[0].options.preset}, times {kind}"
+    presets = ", ".join(dict.fromkeys(w.options.preset for w in found))
+    return f"bench {name} on {on}: {len(found)} workloads, preset {presets}, times {kind}"

@@ -87,6 +87,19 @@ def test_workloads_are_the_product_and_refusals_are_said() -> None:
     assert len(refused) == 2 and "rows 3" in refused[0]
 
 
+def test_rows_may_be_listed_in_an_order_of_their_own() -> None:
+    asked = grid.Listed(Options("tiny", 4), ("tp16:8:1k", "tp8:1:8k", "tp8:3:1k"))
+    found, refused = grid.workloads(find(TARGET), asked)
+    assert [(w.options.preset, w.rows, w.context, w.layers) for w in found] == [
+        ("tp16", 8, 1024, 4), ("tp8", 1, 8192, 4)
+    ]  # fmt: skip
+    assert len(refused) == 1 and "rows 3" in refused[0]
+    with pytest.raises(ValueError):
+        grid.workloads(find(TARGET), grid.Listed(Options("tiny"), ("tp8:1",)))
+    asked_wrong = ["bench", "--target", TARGET, "--row", "tp8:x:8k"]
+    assert CliRunner().invoke(main, asked_wrong).exit_code == 2
+
+
 def test_the_seed_gets_its_best_known_values_if_it_declares_them() -> None:
     assert grid.best_known(find(TARGET).seed_source()) == {"pdl": True}
     assert grid.best_known("TUNABLES = {'pdl': (False,)}") == {}
