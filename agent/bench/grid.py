@@ -17,6 +17,9 @@ from targets.base import Options, Target, UnknownOption, Workload
 
 UNITS = {"k": 1 << 10, "m": 1 << 20}
 SEED = "seed"
+COPIES = 8
+"""Of the states, caches among them, at once: the judge's own, around a step, the oracle's before and after, the lanes',
+their clean copy, and what a baseline gathers."""
 BEST_KNOWN: Mapping[str, Any] = {"pdl": True}
 """Values that did best for the seeds on an H200 where they are not the first declared."""
 
@@ -72,6 +75,23 @@ def workloads(target: Target, asked: Asked | Listed) -> tuple[list[Workload], li
                 f"preset {options.preset}, rows {options.rows}, context {options.context}: {error}"
             )
     return found, refused
+
+
+def fitting(found: Sequence[Workload], memory_bytes: int) -> tuple[list[Workload], list[str]]:
+    """Workloads that a judgement has memory for, and a line for each of the others. 0 bytes: nobody knows."""
+    fit, refused = [], []
+    for w in found:
+        states = sum(b.nbytes for b in w.buffers if b.group == "states")
+        rest = sum(b.nbytes for b in w.buffers if b.group != "states")
+        wanted = rest + COPIES * states
+        if memory_bytes and wanted > memory_bytes:
+            refused.append(
+                f"preset {w.options.preset}, rows {w.rows}, context {w.context}: a judgement needs about "
+                f"{wanted / 1e9:.0f} GB, the device has {memory_bytes / 1e9:.0f}"
+            )
+        else:
+            fit.append(w)
+    return fit, refused
 
 
 def declared(source: str) -> Mapping[str, Any]:

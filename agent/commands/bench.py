@@ -109,6 +109,14 @@ def bench(**asked: Any) -> int:
         parallel,
     )
     services, facts = start(wanted, place.workspace)
+    memory = facts.get("memory_bytes") if asked["device"] != "cpu" else 0
+    found, more = grid.fitting(found, int(memory or 0))
+    for line in more:
+        common.complain(f"refused: {line}")
+    refused += more
+    if not found:
+        services.close()
+        return 2
     common.talk().print(_headline(name, found, asked, facts), soft_wrap=True, markup=False)
     rows: list[dict[str, Any]] = []
     try:

@@ -100,6 +100,15 @@ def test_rows_may_be_listed_in_an_order_of_their_own() -> None:
     assert CliRunner().invoke(main, asked_wrong).exit_code == 2
 
 
+def test_what_no_memory_holds_is_refused_and_said() -> None:
+    asked = grid.Listed(Options("tp8", 4), ("tp8:64:128k", "tp8:64:1m", "tp8:1:1m"))
+    found, _ = grid.workloads(find(TARGET), asked)
+    fit, refused = grid.fitting(found, 150_109_880_320)
+    assert [(w.rows, w.context) for w in fit] == [(64, 1 << 17), (1, 1 << 20)]
+    assert len(refused) == 1 and "rows 64, context 1048576: a judgement needs about" in refused[0]
+    assert grid.fitting(found, 0) == (found, [])
+
+
 def test_the_seed_gets_its_best_known_values_if_it_declares_them() -> None:
     assert grid.best_known(find(TARGET).seed_source()) == {"pdl": True}
     assert grid.best_known("TUNABLES = {'pdl': (False,)}") == {}
