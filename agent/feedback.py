@@ -17,6 +17,8 @@ LONGEST_PROFILE = 16_000
 def word(x: Tried) -> str:
     """A candidate's standing in one line."""
     v = x.verdict
+    if x.twin is not None:
+        return f"the same machine work as candidate {x.twin}: not judged again"
     if v.failure is not None:
         return f"{v.status}: {v.failure.rule}: {v.failure.message[:300]}"
     parts = [str(v.status) + (f"/{v.outcome}" if v.outcome else "")]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from agent import waterfall
 from agent.store import Queries
 from agent.types import Direction, Task, Tried
+from agent.workspace import read_json, write_json
 from sandbox.verdict import Status, short_name
 
 MOST_OF_ROUND = 6
@@ -81,7 +82,9 @@ def lesson(task: Task, t: Tried, parent: Tried | None) -> Lesson:
     v = t.verdict
     device = str(v.device.get("name") or v.device.get("kind") or task.device)
     effect, worked = _effect(t)
-    why = _why_failed(t) if v.failure is not None else _why_moved(t, parent)
+    why = "" if t.twin is not None else _why_moved(t, parent)
+    if v.failure is not None:
+        why = _why_failed(t)
     where = f"{task.target.rsplit('/', 1)[-1]}, {work}"
     return Lesson(techniques(f"{what} {t.note}"), what, where, device, effect, why, worked)
 
@@ -89,6 +92,8 @@ def lesson(task: Task, t: Tried, parent: Tried | None) -> Lesson:
 def _effect(t: Tried) -> tuple[str, bool]:
     v = t.verdict
     said = f", predicted {t.predicted_gain:.3f}x" if t.predicted_gain else ""
+    if t.twin is not None:  # its verdict is the other's, against another incumbent perhaps
+        return f"the same machine work as candidate {t.twin}{said}", False
     if v.failure is not None:
         return f"{v.status}, {v.failure.rule}{said}", False
     ratio = (
@@ -129,8 +134,19 @@ def _why_moved(t: Tried, parent: Tried | None) -> str:
 
 
 def earlier(queries: Queries, run: str, task: Task) -> list[str]:
-    """Lessons of runs that were over before this one began, so that a resumed run sees the same: of this target on
-    this kind of device first, then of this target, then of other targets; failures were written first."""
+    """Lessons of runs that were over before this one began: of this target on this kind of device first, then of this
+    target, then of other targets; failures were written first. Looked up once a run and written down: whatever becomes
+    of the other runs, a resumed one asks the same of its model, whose answers are known by what was asked.
+    """
+    path = queries.workspace.run(run).earlier
+    known: list[str] | None = read_json(path)
+    if known is None:
+        known = _earlier(queries, run, task)
+        write_json(path, known)
+    return known
+
+
+def _earlier(queries: Queries, run: str, task: Task) -> list[str]:
     rows = queries.rows(
         "select l.text, r.target, r.device from lessons l join runs r on r.id = l.run join runs me on me.id = :run"
         " where r.id != :run and r.updated <= me.started order by l.id desc limit 400",

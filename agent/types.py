@@ -40,7 +40,7 @@ class Tried:
     """A recorded candidate and its last word. `seq` counts within the run; 0 is the seed.
 
     `us` is microseconds a step, `fraction` the share of the byte floor reached, `speedup` over the
-    incumbent of then.
+    incumbent of then; `twin` is the earlier candidate whose verdict this is, for it compiled to the same machine work.
     """
 
     seq: int
@@ -57,6 +57,7 @@ class Tried:
     fraction: float | None = None
     speedup: float | None = None
     promoted: bool = False
+    twin: int | None = None
 
 
 @dataclass(frozen=True)

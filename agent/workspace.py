@@ -77,6 +77,11 @@ class RunFiles:
     def settings(self) -> Path:
         return self.folder / "run.json"
 
+    @property
+    def earlier(self) -> Path:
+        """What other runs had shown when this one began."""
+        return self.folder / "earlier.json"
+
     def plan(self, round: int) -> Path:
         return self.folder / "rounds" / f"{round}" / "plan.json"
 

@@ -101,6 +101,8 @@ def _feedback(s: Situation, workspace: Workspace) -> str:
 
 def _row(t: Tried) -> str:
     status = str(t.verdict.outcome or t.verdict.status) + (" (promoted)" if t.promoted else "")
+    if t.twin is not None:
+        status = f"same machine work as {t.twin}"
     return (
         f"| {t.seq} | {'' if t.parent is None else t.parent} | {status} | {_num(t.us, '.2f')} |"
         f" {_num(t.fraction, '.1%')} | {_num(t.speedup, '.4f')} | {_num(t.predicted_gain, '.3f')} |"

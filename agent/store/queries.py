@@ -152,4 +152,5 @@ class Queries:
             declared={k: tuple(v) for k, v in json.loads(row["declared"] or "{}").items()},
             us=timing.us if timing else None, fraction=search.fraction(verdict),
             speedup=ratio.value if ratio else None, promoted=bool(row["promoted"]),
+            twin=row["duplicate_of"] if row["duplicate_of"] != row["seq"] else None,
         )  # fmt: skip

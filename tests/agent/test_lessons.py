@@ -9,9 +9,10 @@ import pytest
 
 from agent import lessons
 from agent.fakes import kernel
+from agent.feedback import word
 from agent.models.base import Request
 from agent.models.scripted import ScriptedProposer
-from agent.runner import task_of
+from agent.runner import save_settings, task_of
 from agent.search import Limits
 from agent.types import Direction, Proposal, Situation
 from sandbox.verdict import Failure, Status
@@ -98,3 +99,37 @@ def test_failures_come_first_with_their_reason(kit: Any) -> None:
     assert made[0].startswith("[ring] a ring of 20 stages (")
     assert "lint, shared-memory, predicted 1.400x. 560000 bytes" in made[0]
     assert len(made) == 2 and "1.11" in made[1]
+
+
+def test_a_resumed_run_is_told_what_it_was_told_at_first_whatever_became_of_the_others(
+    kit: Any,
+) -> None:
+    """Else its recorded answers would be to other questions, and be paid for again."""
+    other = kit.optimize([kernel(90)], limits=LIMITS).run
+    run = kit.new(limits=LIMITS)
+    first, second = Watched([kernel(80)]), Watched([kernel(80), kernel(70)])
+    kit.go(run, first)
+    kit.queries.store.set_run(other, updated="2999-01-01T00:00:00Z")  # somebody reviewed it
+    kit.queries.store.add_lessons(other, 9, ["said later"])
+    settings = kit.settings(limits=Limits(rounds=2, stop_at=None, patience=None))
+    save_settings(kit.place, run, settings)
+    kit.go(run, second)
+    told = [x for x in first.seen[0].lessons if x.startswith("scripted 0 (fake, ")]
+    assert told
+    assert [x for x in second.seen[-1].lessons if x in told or x == "said later"] == told
+
+
+def test_a_value_that_changes_nothing_is_a_lesson_and_not_somebody_elses_gain(kit: Any) -> None:
+    same = kernel(90)
+    ended = kit.optimize(
+        [same, same + "# the same work in other words\n"],
+        limits=Limits(rounds=2, stop_at=None, patience=None),
+    )
+    history = kit.queries.history(ended.run)
+    assert [t.twin for t in history] == [None, None, 1]
+    task = task_of(ended.run, kit.settings(), base.find("fake"))
+    made = lessons.lesson(task, history[2], history[1])
+    assert (made.effect, made.why, made.worked) == (
+        "the same machine work as candidate 1, predicted 1.010x", "", False,
+    )  # fmt: skip
+    assert word(history[2]) == "the same machine work as candidate 1: not judged again"
