@@ -13,7 +13,7 @@ from targets.kimi_k3 import disturb
 from targets.kimi_k3.maths import ffn
 from targets.kimi_k3.maths.layer import Layer, layer_of
 from targets.kimi_k3.maths.mxfp4 import dequantise, quantise, scale_value
-from targets.kimi_k3.maths.precision import ORACLE, bf, linear
+from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, bf, linear
 from targets.kimi_k3.routing import legitimate, near_ties, valid
 from targets.reference import Tensors
 from tests.targets.kimi import rel, run, tensors, workload
@@ -85,6 +85,18 @@ def plain_moe(w: Tensors, y: np.ndarray, topk: int) -> tuple[list[int], np.ndarr
     gate, value = np.split(rounded(f64["shared_gate_up"] @ y), 2)
     shared = rounded(f64["shared_down"] @ rounded(situ(gate, value)))
     return ids, rounded(up + shared)
+
+
+def test_products_then_sums_are_the_batched_product() -> None:
+    """What a GPU runs in place of the batched product that this machine runs."""
+    g = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(3, 96, generator=g), torch.randn(3, 5, 96, generator=g)
+    exact = torch.einsum("pnk,pk->pn", weight.double(), x.double())
+    for name, bound in (("oracle", 1e-15), ("f32", 1e-6), ("split", 1e-6), ("mixed", 1e-6)):
+        s = SCHEDULES[name]
+        a, b = x.to(s.dtype), weight.to(s.dtype)
+        for got in (ffn.multiplied(s, a, b), ffn._batched(s, a, b)):
+            assert got.dtype == s.dtype and rel(got, exact) < bound
 
 
 def test_latent_moe_equals_plain_loops() -> None:

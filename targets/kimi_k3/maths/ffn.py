@@ -12,6 +12,7 @@ from targets.kimi_k3.maths.layer import Layer
 from targets.kimi_k3.maths.mxfp4 import dequantise
 from targets.kimi_k3.maths.precision import (
     Schedule,
+    added_up,
     bf,
     inverse_rms,
     linear,
@@ -92,16 +93,20 @@ def expert(s: Schedule, x: Tensor, w: Mapping[str, Tensor], which: tuple[str, Te
 
 def _batched(s: Schedule, x: Tensor, weight: Tensor) -> Tensor:
     """x [P, K] with one weight matrix per pair -> [P, N]."""
+    if weight.is_cuda:  # bound by memory alone, whatever a library makes of batches with one column
+        return multiplied(s, x, weight)
     if s.chunks == 1:
         return torch.bmm(weight, x.unsqueeze(-1)).squeeze(-1)
     parts = [
         torch.bmm(a, b.unsqueeze(-1)).squeeze(-1)
         for a, b in zip(weight.chunk(s.chunks, -1), x.chunk(s.chunks, -1), strict=True)
     ]
-    out = parts[-1]
-    for part in reversed(parts[:-1]):
-        out = out + part
-    return out
+    return added_up(parts)
+
+
+def multiplied(s: Schedule, x: Tensor, weight: Tensor) -> Tensor:
+    """As `_batched`, products first and then their sums."""
+    return added_up([c.sum(-1) for c in (weight * x.unsqueeze(1)).chunk(s.chunks, -1)])
 
 
 def combine(f: Tensor, weights: Tensor) -> Tensor:

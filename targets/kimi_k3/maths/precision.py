@@ -81,10 +81,10 @@ def total(s: Schedule, x: Tensor) -> Tensor:
     if s.chunks == 1 or x.shape[-1] < 2 * s.chunks:
         return x.sum(-1, keepdim=True)
     parts = [c.sum(-1, keepdim=True) for c in x.chunk(s.chunks, -1)]
-    return _add_up(parts)
+    return added_up(parts)
 
 
-def _add_up(parts: list[Tensor]) -> Tensor:
+def added_up(parts: list[Tensor]) -> Tensor:
     """Last to first, so that the order differs from a plain loop's."""
     out = parts[-1]
     for part in reversed(parts[:-1]):
@@ -103,7 +103,7 @@ def linear_wide(s: Schedule, x: Tensor, weight: Tensor) -> Tensor:
     """As `linear`, where even a framework gives a float32 result (router logits)."""
     if s.chunks == 1:
         return x @ weight.to(s.dtype).T
-    return _add_up(
+    return added_up(
         [
             a @ b.to(s.dtype).T
             for a, b in zip(x.chunk(s.chunks, -1), weight.chunk(s.chunks, -1), strict=True)
