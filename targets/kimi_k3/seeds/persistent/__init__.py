@@ -22,7 +22,7 @@ _PARTS = {
         "plan", "fields", "device", "setup", "vectors", "moe_fill", "moe_route", "moe_experts", "moe", "chain",
         "moe_chain",
     ),
-    "kda": ("plan", "fields", "device", "setup", "tensor", "kda", "kda_rows", "chain", "kda_chain"),
+    "kda": ("plan", "fields", "device", "setup", "tensor", "kda", "kda_bring", "kda_rows", "chain", "kda_chain"),
 }
 _SHARED = {
     "common": None,

@@ -21,15 +21,12 @@ from targets.kimi_k3.seeds.persistent.chain import add_before, load_x0, prefetch
 from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, hint, leave, wait
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors
 from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda
+from targets.kimi_k3.seeds.persistent.kda_bring import bring_taps, open_rows
 from targets.kimi_k3.seeds.persistent.kda_rows import (
     fill_kda_rows,
-    fold_taps,
     kda_rows,
     load_rows,
-    load_taps,
     projected,
-    seat,
-    slots_here,
 )
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 from targets.kimi_k3.seeds.persistent.tensor import pack_rows
@@ -41,7 +38,6 @@ TUNABLES = {
     "tile_warps": (14, 8),
     "tile_stages": (6, 5, 10, 12, 4, 3, 2),
     "tile_bytes": (28672, 32768, 16384, 14336),
-    "direct": (0, 1, 2),
     "in_flight": (2, 3, 0, 4, 1, 5, 6),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 12, 16, 32, 64, 128, 132),
@@ -90,22 +86,19 @@ def consume(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
 
 
 @cute.jit
-def consume_rows(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
+def consume_rows(c: Ctx, taps: tuple, op: cutlass.Constexpr):
     """As `consume` for several tokens; a CTA sends its columns of the next instance's x instead of y."""
     d = op.d
     it, edge = Int32(0), Int32(0)
-    slots_here(c, slots, op)
-    taps = fold_taps(c, load_taps(c, Int32(0), seat(c, op), op), seat(c, op), op)
     for layer in cutlass.range(d.layers, unroll=1):
         if layer > 0:
             edge += 1
-            if cutlass.const_expr(op.direct < 2):
-                timeline.mark(c.track, "edge y", layer, kind="edge")
-                wait(c, edge, op, acquire=False)
+            timeline.mark(c.track, "edge y", layer, kind="edge")
+            wait(c, edge, op, acquire=False)
         timeline.mark(c.track, "input", layer)
         rX = load_rows(c, layer, op)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.rows * d.hidden)
-        it, edge, taps = kda_rows(c, layer, (it, edge), rX, taps, y, op)
+        it, edge = kda_rows(c, layer, (it, edge), rX, taps, y, op)
         hint(c, op)
     edge += 1
     timeline.mark(c.track, "edge y", d.layers, kind="edge")
@@ -124,15 +117,20 @@ def chain_kernel(
     names: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """Grid (ctas), cooperative; op.warps consumer warps and one producer warp."""
+    """Grid (ctas), cooperative; op.warps consumer warps and one producer warp, of tiles one that brings taps."""
     c = open_cta(layers, mSync, mMail, phases, names, (0,) * op.d.layers, op)
+    taps = None
+    if cutlass.const_expr(op.tiled):
+        taps = open_rows(c, slots, op)
     if c.warp == op.warps:
         if c.lane == 0:
             produce(c, op)
     elif cutlass.const_expr(not op.tiled):
         consume(c, slots, op)
+    elif c.warp == op.warps + 1:
+        bring_taps(c, taps, op)
     else:
-        consume_rows(c, slots, op)
+        consume_rows(c, taps, op)
 
 
 def workspace(dims, cfg):
@@ -181,5 +179,6 @@ def step(t, cfg, stream):
     chain_kernel(
         tensors, t.inputs.slots, w.mail, w.sync, timeline.buffer(t, cfg), names, op
     ).launch(
-        grid=(op.ctas, 1, 1), block=(op.threads + 32, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1,
+        grid=(op.ctas, 1, 1), block=(op.threads + (64 if op.tiled else 32), 1, 1),
+        stream=stream, cooperative=True, min_blocks_per_mp=1,
     )  # fmt: skip

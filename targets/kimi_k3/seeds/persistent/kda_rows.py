@@ -1,8 +1,8 @@
 """KDA between its projections for up to eight tokens of different sequences: a CTA has a head and some state rows of
 every token, eight lanes a row.
 
-Taps become three parts of a convolution while the edge before is awaited; states and f_b are on their way while the
-sums of the projection travel. What is added to the sum of o_proj is there before its weights.
+States are stages of the ring and taps lie in shared memory (`kda_bring`), so that in registers nothing is kept over
+an edge but words of f_b. What is added to the sum of o_proj is there before its weights.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from kernelgen import timeline
 
-from targets.kimi_k3.seeds.common import high, lanes_sum, low, pack_bf16, round_bf16
+from targets.kimi_k3.seeds.common import lanes_sum, pack_bf16, round_bf16
 from targets.kimi_k3.seeds.persistent.device import (
     KDAS,
     LAYERS,
@@ -28,12 +28,28 @@ from targets.kimi_k3.seeds.persistent.device import (
     peek,
     peek_half,
     post,
+    stage_done,
+    stage_full,
     turn_of,
     view,
     wait,
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.kda_bring import (
+    HEAD,
+    Seat,
+    Taps,
+    channels_of,
+    fill_states,
+    pitch_of,
+    seat,
+    slot_of,
+    state_row,
+    state_stages,
+    taps_at,
+    window_first,
+)
 from targets.kimi_k3.seeds.persistent.plan import most, share
 from targets.kimi_k3.seeds.persistent.tensor import (
     TILE,
@@ -47,34 +63,25 @@ from targets.kimi_k3.seeds.persistent.tensor import (
     token_words,
 )
 
-HEAD = 128
 
+class Spot(NamedTuple):
+    """token; row of this CTA's part, 0 if it has none here; whether it has; its quad of rows, -1 without; its row in
+    the stage.
+    """
 
-class Seat(NamedTuple):
-    """head (-1: this CTA has none), which slice of its state rows, the first of them and how many."""
-
-    head: Any
-    slice: Any
-    first: Any
-    count: Any
-
-
-class Taps(NamedTuple):
-    """Of this thread's channels: the two younger taps as a pair, the weight of the new value."""
-
-    pairs: Any
-    weights: Any
+    token: Any
+    row: Any
+    there: Any
+    quad: Any
+    inner: Any
 
 
 class Late(NamedTuple):
-    """rows: f32 [4, 4, turns] of states; bias of two rows of f_b; rate: A_log; weights: of
-    o_norm, one a turn.
-    """
+    """What an edge is not waited for: words of two rows of f_b, their biases, A_log."""
 
     rows: Any
     bias: Any
     rate: Any
-    weights: Any
 
 
 # ---- which thread has what
@@ -85,31 +92,30 @@ def projected(d):
     return 4 * d.kda_dim + d.f_rank + d.kda_heads
 
 
-def widths(op):
-    """(channels a token, turns of threads over channels, quads of state rows a token, turns of warps over quads)."""
-    channels = 2 * HEAD + op.state_rows
-    quads = -(-op.state_rows // 4)
-    return (
-        channels,
-        -(-op.d.rows * channels // op.threads),
-        quads,
-        -(-op.d.rows * quads // op.warps),
-    )
+def turns_of(op):
+    """Turns of threads over the channels of all tokens."""
+    return -(-op.d.rows * channels_of(op) // op.threads)
+
+
+def quads_of(op):
+    """Quads of state rows a token."""
+    return -(-op.state_rows // 4)
 
 
 def squares(op):
     """Parts of a head's sum of squares: one of each quad of rows of each CTA that has some of them."""
-    return op.slices * widths(op)[2]
+    return op.slices * quads_of(op)
 
 
 @cute.jit
 def fill_kda_rows(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
-    """in_proj and o_proj are packed."""
+    """in_proj and o_proj are packed; the states lie between them."""
     d = op.d
     g = op.tiles(d.hidden)
     first, n = share(projected(d), c.cta, op.ctas)
     source = field(c, layer, F["in_proj"], COUNT) + Int64(first) * g.row_bytes
     it = fill_tiles(c, it, source, n, g, op)
+    it = fill_states(c, layer, it, op)
     g = op.tiles(d.kda_dim)
     first, n = share(d.hidden, c.cta, op.ctas)
     source = field(c, layer, F["o_proj"], COUNT) + Int64(first) * g.row_bytes
@@ -117,43 +123,15 @@ def fill_kda_rows(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
-def seat(c: Ctx, op: cutlass.Constexpr):
-    per = op.slices
-    head = c.cta // per
-    part = c.cta % per
-    first = HEAD * part // per
-    count = HEAD * (part + 1) // per - first
-    if head >= op.d.kda_heads:
-        head, count = Int32(-1), Int32(0)
-    return Seat(head, part, first, count)
-
-
-@cute.jit
-def slots_here(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
-    """State slots of the tokens, 0 for those that are not there; for all phases, first in the pool."""
-    if c.tid < TOKENS:
-        slot = Int32(0)
-        if c.tid < op.d.rows:
-            slot = slots[c.tid]
-        view(c, Int32, 0, TOKENS)[c.tid] = slot
-    consumers(op)
-
-
-@cute.jit
-def slot_of(c: Ctx, token: Int32):
-    return view(c, Int32, 0, TOKENS)[token]
-
-
-@cute.jit
 def convolved(c: Ctx, op: cutlass.Constexpr):
     """f32 [token, q 128 | k 128 | v of this CTA]."""
-    return view(c, Float32, 4 * TOKENS, op.d.rows * widths(op)[0])
+    return view(c, Float32, 4 * TOKENS, op.d.rows * channels_of(op))
 
 
 @cute.jit
 def decays(c: Ctx, op: cutlass.Constexpr):
     """f32 [token, 128]."""
-    return view(c, Float32, 4 * TOKENS + 4 * TOKENS * widths(op)[0], TOKENS * HEAD)
+    return view(c, Float32, 4 * TOKENS + 4 * TOKENS * channels_of(op), TOKENS * HEAD)
 
 
 @cute.jit
@@ -176,7 +154,7 @@ def mine(c: Ctx, k: cutlass.Constexpr, s: Seat, op: cutlass.Constexpr):
     """(token, channel of this CTA, whether there is such a one) of this thread's k-th; clamped, so that what it loads
     needs no branch: loads in branches wait for each other.
     """
-    channels = widths(op)[0]
+    channels = channels_of(op)
     i = c.tid + k * op.threads
     token, own = i // channels, i % channels
     there = token < op.d.rows and own < 2 * HEAD + s.count
@@ -186,182 +164,136 @@ def mine(c: Ctx, k: cutlass.Constexpr, s: Seat, op: cutlass.Constexpr):
 
 
 @cute.jit
-def load_taps(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
-    """(three taps, four weights) of this thread's channels, on their way; what is read of a null slot is not used."""
-    d = op.d
-    turns = widths(op)[1]
-    rT = cute.make_rmem_tensor(cute.make_layout((3, turns)), BFloat16)
-    rC = cute.make_rmem_tensor(cute.make_layout((4, turns)), Float32)
-    rT.fill(0.0)
-    rC.fill(0.0)
-    if s.head >= 0:
-        gConv = at(Float32, field(c, layer, F["conv"], COUNT), 12 * d.kda_dim)
-        for k in cutlass.range_constexpr(turns):
-            token, own, _ = mine(c, k, s, op)
-            ch = channel_of(s, own, op)
-            cute.autovec_copy(cute.local_tile(gConv, (4,), (ch,)), rC[None, k])
-            slot = slot_of(c, token)
-            gTap = taps_of(c, layer, slot if slot > 0 else Int32(0), op)
-            for n in cutlass.range_constexpr(3):
-                rT[n, k] = gTap[3 * d.kda_dim * n + ch]
-    return rT, rC
-
-
-@cute.jit
-def fold_taps(c: Ctx, loaded: tuple, s: Seat, op: cutlass.Constexpr):
-    """Three parts of the convolution into the pool; all taps are used then, for others may shift them later."""
-    rT, rC = loaded
-    turns = widths(op)[1]
-    rP = cute.make_rmem_tensor(cute.make_layout((turns,)), Uint32)
-    rW = cute.make_rmem_tensor(cute.make_layout((turns,)), Float32)
-    sU = convolved(c, op)
-    for k in cutlass.range_constexpr(turns):
-        token, _, there = mine(c, k, s, op)
-        live = slot_of(c, token) > 0
-        u = rT[0, k].to(Float32) * rC[0, k] + rT[1, k].to(Float32) * rC[1, k]
-        u = u + rT[2, k].to(Float32) * rC[2, k]
-        pair = pack_bf16(rT[1, k].to(Float32), rT[2, k].to(Float32))
-        if there:
-            sU[c.tid + k * op.threads] = u if live else Float32(0.0)
-        rP[k] = pair if live else Uint32(0)
-        rW[k] = rC[3, k]
-    return Taps(rP, rW)
-
-
-@cute.jit
-def taps_of(c: Ctx, layer: Int32, slot: Int32, op: cutlass.Constexpr):
-    start = field(c, layer, F["state_conv"], COUNT) + Int64(slot) * (18 * op.d.kda_dim)
-    return at(BFloat16, start, 9 * op.d.kda_dim)
-
-
-@cute.jit
-def state_of(c: Ctx, layer: Int32, slot: Int32, s: Seat, row: Int32, op: cutlass.Constexpr):
-    """A row of the state: f32 [128]."""
-    start = field(c, layer, F["state_S"], COUNT)
-    start += Int64(slot) * (4 * op.d.kda_heads * HEAD * HEAD)
-    return at(Float32, start + Int64((s.head * HEAD + s.first + row) * 512), HEAD)
-
-
-@cute.jit
-def place_of(c: Ctx, turn: cutlass.Constexpr, s: Seat, op: cutlass.Constexpr):
-    """(token, row of this CTA's part or -1) of eight lanes."""
-    quads = widths(op)[2]
-    quad = c.warp + turn * op.warps
-    row = quad % quads * 4 + c.lane // 8
-    token = quad // quads
-    if token >= op.d.rows or row >= s.count:
-        token, row = Int32(0), Int32(-1)
-    return token, row
-
-
-@cute.jit
 def load_late(c: Ctx, layer: Int32, s: Seat, op: cutlass.Constexpr):
-    turns = widths(op)[3]
-    rS = cute.make_rmem_tensor(cute.make_layout((4, 4, turns)), Float32)
+    """On their way while the projection is posted and the edge awaited, when no token is in registers."""
+    rF = cute.make_rmem_tensor(cute.make_layout((4, 4, 2)), Uint32)
     rB = cute.make_rmem_tensor(cute.make_layout((2,)), Float32)
-    rB.fill(0.0)
-    rS.fill(0.0)
-    rate = Float32(0.0)
-    rN = cute.make_rmem_tensor(cute.make_layout((turns,)), BFloat16)
-    rN.fill(0.0)
-    if s.head >= 0:
-        for j in cutlass.range_constexpr(turns):
-            token, row = place_of(c, j, s, op)
-            slot = slot_of(c, token)
-            gRow = state_of(
-                c, layer, slot if slot > 0 else Int32(0), s, row if row >= 0 else Int32(0), op
-            )
-            for e in cutlass.range_constexpr(4):
-                tile = cute.local_tile(gRow, (4,), (e * 8 + c.lane % 8,))
-                cute.autovec_copy(tile, rS[None, e, j])
-        bias = at(Float32, field(c, layer, F["dt_bias"], COUNT), op.d.kda_dim)
-        for half in cutlass.range_constexpr(2):
-            row = c.warp % (HEAD // TILE) * TILE + half * 8 + c.lane // 4
-            rB[half] = bias[s.head * HEAD + row]
-        rate = at(Float32, field(c, layer, F["A_log"], COUNT), op.d.kda_heads)[s.head]
-        norm = at(BFloat16, field(c, layer, F["o_norm"], COUNT), HEAD)
-        for j in cutlass.range_constexpr(turns):
-            _, row = place_of(c, j, s, op)
-            rN[j] = norm[s.first + (row if row >= 0 else Int32(0))]
-    weights = cute.make_rmem_tensor(cute.make_layout((turns,)), Float32)
-    for j in cutlass.range_constexpr(turns):
-        weights[j] = rN[j].to(Float32)
-    return Late(rS, rB, rate, weights)
+    head = s.head if s.head >= 0 else Int32(0)
+    f_b = field(c, layer, F["f_b"], COUNT) + Int64(head * HEAD * 256)
+    bias = at(Float32, field(c, layer, F["dt_bias"], COUNT), op.d.kda_dim)
+    for half in cutlass.range_constexpr(2):
+        row = c.warp % (HEAD // TILE) * TILE + half * 8 + c.lane // 4
+        for e in cutlass.range_constexpr(4):
+            words_at(f_b, row * 16 + e * 4 + c.lane % 4, rF[None, e, half])
+        rB[half] = bias[head * HEAD + row]
+    rate = at(Float32, field(c, layer, F["A_log"], COUNT), op.d.kda_heads)[head]
+    return Late(rF, rB, rate)
 
 
 # ---- the update
 
 
 @cute.jit
-def update_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, turn: Int32, op: cutlass.Constexpr):
+def place_of(c: Ctx, turn: cutlass.Constexpr, s: Seat, op: cutlass.Constexpr):
+    """(token, row of this CTA's part, whether there is such a one, its quad, its row in the stage) of eight lanes in
+    a turn of warps over all stages. Clamped, so that what it loads needs no branch.
+    """
+    rows, cuts, tokens, _ = state_stages(op)
+    quads = -(-rows // 4)
+    each = -(-tokens * quads // op.warps)
+    stage, unit = turn // each, c.warp + turn % each * op.warps
+    first, above = stage // cuts * tokens, stage % cuts * rows
+    token, quad = first + unit // quads, unit % quads + above // 4
+    inner = unit % quads * 4 + c.lane // 8
+    row = above + inner
+    known = unit < tokens * quads and token < op.d.rows
+    there = known and inner < rows and row < s.count
+    return Spot(
+        token if known else Int32(first),
+        row if there else Int32(0),
+        there,
+        quad if known and quad < quads_of(op) else Int32(-1),
+        unit // quads * rows + inner if there else Int32(0),
+    )
+
+
+@cute.jit
+def update_rows(
+    c: Ctx, layer: Int32, at_: tuple, s: Seat, given: tuple, op: cutlass.Constexpr
+):  # fmt: skip
     """From the projection to o of this CTA's rows, both in boxes; writes states and taps. All that comes from boxes is
-    asked for before any of it is used.
+    asked for before any of it is used. at_: (stage number, turn of the boxes); given: Taps, Late.
     """
     taps, late = given
+    it, turn = at_
     d = op.d
     proj = box(c, "proj", turn, op)
     pitch = op.pitch(projected(d))
-    channels, turns, _, quads = widths(op)
     if s.head >= 0:
+        turns = turns_of(op)
+        rows, cuts, tokens, stages = state_stages(op)
+        each = -(-tokens * -(-rows // 4) // op.warps)
         rX = cute.make_rmem_tensor(cute.make_layout((turns,)), Uint32)
-        rB = cute.make_rmem_tensor(cute.make_layout((quads,)), Uint32)
-        rG = cute.make_rmem_tensor(cute.make_layout((quads,)), Uint32)
+        rB = cute.make_rmem_tensor(cute.make_layout((stages * each,)), Uint32)
+        rG = cute.make_rmem_tensor(cute.make_layout((stages * each,)), Uint32)
+        rN = cute.make_rmem_tensor(cute.make_layout((stages * each,)), BFloat16)
         rA = cute.make_rmem_tensor(cute.make_layout((4, 4)), Uint32)
-        rF = cute.make_rmem_tensor(cute.make_layout((4, 4, 2)), Uint32)
-        f_b = field(c, layer, F["f_b"], COUNT) + Int64(s.head * HEAD * 256)
-        for half in cutlass.range_constexpr(2):
-            row = c.warp % (HEAD // TILE) * TILE + half * 8 + c.lane // 4
-            for e in cutlass.range_constexpr(4):
-                words_at(f_b, row * 16 + e * 4 + c.lane % 4, rF[None, e, half])
         beta_at = proj + Int64((4 * d.kda_dim + HEAD + s.head) * 2)
         gate_at = proj + Int64((3 * d.kda_dim + s.head * HEAD + s.first) * 2)
         f_at = proj + Int64((row_token(c, op) * pitch + 4 * d.kda_dim) * 2 + c.lane % 4 * 16)
+        norm = at(BFloat16, field(c, layer, F["o_norm"], COUNT), HEAD)
         for k in cutlass.range_constexpr(turns):
             token, own, _ = mine(c, k, s, op)
             rX[k] = peek_half(proj + Int64((token * pitch + channel_of(s, own, op)) * 2))
         for e in cutlass.range_constexpr(4):
             peek(f_at + e * 64, rA[None, e])
-        for j in cutlass.range_constexpr(quads):
-            token, row = place_of(c, j, s, op)
-            rB[j] = peek_half(beta_at + Int64(token * pitch * 2))
-            rG[j] = peek_half(
-                gate_at + Int64((token * pitch + (row if row >= 0 else Int32(0))) * 2)
-            )
+        for j in cutlass.range_constexpr(stages * each):
+            p = place_of(c, j, s, op)
+            rB[j] = peek_half(beta_at + Int64(p.token * pitch * 2))
+            rG[j] = peek_half(gate_at + Int64((p.token * pitch + p.row) * 2))
+            rN[j] = norm[s.first + p.row]
         if c.warp < HEAD // TILE:
             for e in cutlass.range_constexpr(4):
                 insist(f_at + e * 64, rA[None, e], 2, op)
             cute.arch.sync_warp()
-            decay_rows(c, s, late, (rA, rF), op)
+            decay_rows(c, late, rA, op)
         convolve_rows(c, layer, s, (taps, rX), proj, op)
         consumers(op)
-        for j in cutlass.range_constexpr(quads):
-            token, row = place_of(c, j, s, op)
-            beta = quick_sigmoid(insist_half(beta_at + Int64(token * pitch * 2), rB[j], op))
-            safe = row if row >= 0 else Int32(0)
-            # by all lanes, also those without a row: it shuffles
-            cute.arch.sync_warp()
-            o = delta_row(c, late.rows[None, None, j], (token, safe, beta), op)
-            slot = slot_of(c, token)
-            o = o if slot > 0 and row >= 0 else Float32(0.0)
-            square = o * o
-            square = square + cute.arch.shuffle_sync_bfly(square, offset=8)
-            square = square + cute.arch.shuffle_sync_bfly(square, offset=16)
-            g = insist_half(gate_at + Int64((token * pitch + safe) * 2), rG[j], op)
-            if row >= 0 and c.lane % 8 == 0:
-                i = token * op.pitch(d.kda_dim) + s.head * HEAD + s.first + row
-                post(c, "o", turn, i, o * late.weights[j] * quick_sigmoid(g), op)
-            quad = c.warp + j * op.warps
-            if quad < d.rows * widths(op)[2] and c.lane == 0:
-                i = quad // widths(op)[2] * op.pitch(d.kda_heads * squares(op))
-                i += s.head * squares(op) + s.slice * widths(op)[2] + quad % widths(op)[2]
-                post(c, "sq", turn, i, square, op)
-            if row >= 0 and slot > 0:
-                gRow = state_of(c, layer, slot, s, row, op)
-                for e in cutlass.range_constexpr(4):
-                    tile = cute.local_tile(gRow, (4,), (e * 8 + c.lane % 8,))
-                    cute.autovec_copy(late.rows[None, e, j], tile)
+        for n in cutlass.range_constexpr(stages):
+            slot = stage_full(c, it, op)
+            for j in cutlass.range_constexpr(n * each, (n + 1) * each):
+                p = place_of(c, j, s, op)
+                beta = quick_sigmoid(insist_half(beta_at + Int64(p.token * pitch * 2), rB[j], op))
+                g = insist_half(gate_at + Int64((p.token * pitch + p.row) * 2), rG[j], op)
+                scale = rN[j].to(Float32) * quick_sigmoid(g)
+                # by all lanes, also those without a row: it shuffles
+                cute.arch.sync_warp()
+                step_row(c, layer, s, (p, slot, beta, scale, turn), op)
+            stage_done(c, slot)
+            it += 1
     else:
         consumers(op)
+    return it
+
+
+@cute.jit
+def step_row(c: Ctx, layer: Int32, s: Seat, given: tuple, op: cutlass.Constexpr):
+    """A row of a state: its o and square posted, its new value written. given: Spot, stage, beta, o's scale, turn."""
+    p, slot, beta, scale, turn = given
+    d = op.d
+    rS = cute.make_rmem_tensor(cute.make_layout((4, 4)), Float32)
+    rW = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    for e in cutlass.range_constexpr(4):
+        i = slot * (op.stage // 16) + p.inner * (HEAD // 4) + e * 8 + c.lane % 8
+        cute.autovec_copy(cute.local_tile(c.ring, (4,), (i,)), rW)
+        for f in cutlass.range_constexpr(4):
+            rS[f, e] = rW[f].bitcast(Float32)
+    o = delta_row(c, rS, (p.token, p.row, beta), op)
+    state = slot_of(c, p.token)
+    o = o if state > 0 and p.there else Float32(0.0)
+    square = o * o
+    square = square + cute.arch.shuffle_sync_bfly(square, offset=8)
+    square = square + cute.arch.shuffle_sync_bfly(square, offset=16)
+    if p.there and c.lane % 8 == 0:
+        i = p.token * op.pitch(d.kda_dim) + s.head * HEAD + s.first + p.row
+        post(c, "o", turn, i, o * scale, op)
+    if p.quad >= 0 and c.lane == 0:
+        i = p.token * op.pitch(d.kda_heads * squares(op)) + s.head * squares(op)
+        post(c, "sq", turn, i + s.slice * quads_of(op) + p.quad, square, op)
+    if p.there and state > 0:
+        gRow = state_row(c, layer, state, s, p.row, op)
+        for e in cutlass.range_constexpr(4):
+            cute.autovec_copy(rS[None, e], cute.local_tile(gRow, (4,), (e * 8 + c.lane % 8,)))
 
 
 @cute.jit
@@ -373,24 +305,32 @@ def row_token(c: Ctx, op: cutlass.Constexpr):
 
 @cute.jit
 def convolve_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, proj: Int64, op: cutlass.Constexpr):
-    """silu of the convolution into the pool; shifts the taps of live slots. given: taps, new values as peeked."""
+    """silu of the convolution into the pool; shifts the taps of live slots and gives back those in shared memory.
+    given: Taps, new values as peeked.
+    """
     taps, rX = given
-    d = op.d
-    pitch = op.pitch(projected(d))
-    sU = convolved(c, op)
-    for k in cutlass.range_constexpr(widths(op)[1]):
+    d, pitch = op.d, op.pitch(projected(op.d))
+    sU, far = convolved(c, op), pitch_of(op)
+    beside = s.first - window_first(s, op)
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    for k in cutlass.range_constexpr(turns_of(op)):
         token, own, there = mine(c, k, s, op)
         ch = channel_of(s, own, op)
+        i = token * 3 * far + own + (beside if own >= 2 * HEAD else Int32(0))
+        a, b, e = taps.taps[i], taps.taps[i + far], taps.taps[i + 2 * far]
+        cute.autovec_copy(cute.local_tile(taps.weights, (4,), (own,)), rC)
+        u = a.to(Float32) * rC[0] + b.to(Float32) * rC[1]
+        u = u + e.to(Float32) * rC[2]
         x = insist_half(proj + Int64((token * pitch + ch) * 2), rX[k], op)
         if there:
-            i = c.tid + k * op.threads
-            sU[i] = quick_silu(sU[i] + x * taps.weights[k])
+            sU[c.tid + k * op.threads] = quick_silu(u + x * rC[3])
             slot = slot_of(c, token)
             if slot > 0 and (s.slice == 0 or own >= 2 * HEAD):
-                gTap = taps_of(c, layer, slot, op)
-                gTap[ch] = low(taps.pairs[k]).to(BFloat16)
-                gTap[3 * d.kda_dim + ch] = high(taps.pairs[k]).to(BFloat16)
-                gTap[6 * d.kda_dim + ch] = x.to(BFloat16)
+                gTap = at(BFloat16, taps_at(c, layer, slot, op), 9 * d.kda_dim)
+                gTap[ch], gTap[3 * d.kda_dim + ch], gTap[6 * d.kda_dim + ch] = b, e, x.to(BFloat16)
+    cute.arch.sync_warp()
+    if c.lane == 0:
+        cute.arch.mbarrier_arrive(taps.empty)
 
 
 @cute.jit
@@ -419,15 +359,12 @@ def quick_silu(x: Float32):
 
 
 @cute.jit
-def decay_rows(c: Ctx, s: Seat, late: Late, given: tuple, op: cutlass.Constexpr):
-    """Of all tokens and the head's 128 columns: a warp has sixteen of them, by an MMA over f_a. given: words of f_a
-    and of f_b.
-    """
-    rA, rF = given
+def decay_rows(c: Ctx, late: Late, rA: cute.Tensor, op: cutlass.Constexpr):
+    """Of all tokens and the head's 128 columns: a warp has sixteen of them, by an MMA over f_a: words rA."""
     rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
     rC.fill(0.0)
     for e in cutlass.range_constexpr(4):
-        mma_rows(rC, rF[None, e, 0], rF[None, e, 1], rA[None, e])
+        mma_rows(rC, late.rows[None, e, 0], late.rows[None, e, 1], rA[None, e])
     sDecay = decays(c, op)
     rate = cute.math.exp(late.rate)
     for i in cutlass.range_constexpr(4):
@@ -443,7 +380,7 @@ def delta_row(c: Ctx, rS: cute.Tensor, given: tuple, op: cutlass.Constexpr):
     row. q and k get their norms here.
     """
     token, row, beta = given
-    channels = widths(op)[0]
+    channels = channels_of(op)
     sU, sDecay = convolved(c, op), decays(c, op)
     rQ = cute.make_rmem_tensor(cute.make_layout((4, 4)), Float32)
     rK = cute.make_rmem_tensor(cute.make_layout((4, 4)), Float32)
@@ -559,13 +496,14 @@ def gated_rows(c: Ctx, layer: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.C
 
 @cute.jit
 def f32_ahead(c: Ctx, address: Int64, n: Int32, widest: cutlass.Constexpr, op: cutlass.Constexpr):
-    """This thread's f32 of an [tokens, hidden] tensor from a column on, as `owned` deals them."""
+    """This thread's f32 of an [tokens, hidden] tensor from a column on, as `owned` deals them; loaded in no branch."""
     r = cute.make_rmem_tensor(cute.make_layout((-(-op.d.rows * widest // op.threads),)), Float32)
     r.fill(0.0)
     for k in cutlass.range_constexpr(cute.size(r)):
         token, row = owned(c, k, widest, op)
-        if token < op.d.rows and row < n:
-            r[k] = one(Float32, address + Int64(token * op.d.hidden + row) * 4)
+        there = token < op.d.rows and row < n
+        i = token * op.d.hidden + row if there else Int32(0)
+        r[k] = one(Float32, address + Int64(i) * 4)
     return r
 
 
@@ -576,8 +514,9 @@ def bf16_ahead(c: Ctx, address: Int64, n: Int32, widest: cutlass.Constexpr, op: 
     r.fill(0.0)
     for k in cutlass.range_constexpr(cute.size(r)):
         token, row = owned(c, k, widest, op)
-        if token < op.d.rows and row < n:
-            r[k] = one(BFloat16, address + Int64(token * op.d.hidden + row) * 2).to(Float32)
+        there = token < op.d.rows and row < n
+        i = token * op.d.hidden + row if there else Int32(0)
+        r[k] = one(BFloat16, address + Int64(i) * 2).to(Float32)
     return r
 
 
@@ -598,9 +537,7 @@ def owned(c: Ctx, k: cutlass.Constexpr, widest: cutlass.Constexpr, op: cutlass.C
 def out_rows(
     c: Ctx, layer: Int32, it: Int32, rX: cute.Tensor, y: Any, op: cutlass.Constexpr
 ):  # fmt: skip
-    """y = bf(bf(o W_o^T) + the others' partials) of this CTA's columns; the box attn = bf(y + the next x); the next
-    instance's taps, which are used here before anybody can be told that this one is over.
-    """
+    """y = bf(bf(o W_o^T) + the others' partials) of this CTA's columns; the box attn = bf(y + the next x)."""
     d = op.d
     g = op.tiles(d.kda_dim)
     turn = turn_of(c, layer, LAYERS)
@@ -608,7 +545,6 @@ def out_rows(
     first, n = share(d.hidden, c.cta, op.ctas)
     later = layer + 1 if layer + 1 < d.layers else layer
     c = anew(c)
-    loaded = load_taps(c, later, seat(c, op), op)
     rNext = bf16_ahead(c, field(c, later, F["x"], COUNT) + Int64(first) * 2, n, widest, op)
     if cutlass.const_expr(d.ranks > 1):
         remote = field(c, layer, F["remote_attn"], COUNT) + Int64(first) * 4
@@ -625,7 +561,7 @@ def out_rows(
             total = round_bf16(total)
             post(c, "attn", turn, token * op.pitch(d.hidden) + first + row, total + rNext[k], op)
             y[token * d.hidden + first + row] = total.to(BFloat16)
-    return it, fold_taps(c, loaded, seat(c, op), op)
+    return it
 
 
 @cute.jit
@@ -645,51 +581,31 @@ def kda_rows(
     c = anew(c)
     s = seat(c, op)
     late = load_late(c, layer, s, op)
-    if cutlass.const_expr(op.direct > 1):
-        # all have read the boxes of the instance before, and its taps of this one: they may be written again
-        if layer > 0:
-            wait(c, edge, op, acquire=False)
-        else:
-            consumers(op)
-    else:
-        consumers(op)
+    consumers(op)
     for k in cutlass.range_constexpr(-(-d.rows * widest // op.threads)):
         token, row = owned(c, k, widest, op)
         if token < d.rows and row < n:
-            post(
-                c,
-                "proj",
-                turn,
-                token * op.pitch(rows) + first + row,
-                tile_sum(c, row, token, op),
-                op,
-            )
-    if cutlass.const_expr(op.direct > 0):
-        # who looks into a box waits for its element; only the first instance's taps are not protected by edge y
-        if layer == 0:
-            hint(c, op)
-            edge += 1
-            wait(c, edge, op, acquire=False)
-        timeline.mark(c.track, "update", layer)
-        update_rows(c, layer, s, (taps, late), turn, op)
-        consumers(op)
-    else:
-        hint(c, op)
-        edge += 1
-        timeline.mark(c.track, "edge proj", layer, kind="edge")
-        wait(c, edge, op, acquire=False)
-        timeline.mark(c.track, "update", layer)
-        update_rows(c, layer, s, (taps, late), turn, op)
-        hint(c, op)
-        edge += 1
-        timeline.mark(c.track, "edge o", layer, kind="edge")
-        wait(c, edge, op, acquire=False)
+            i = token * op.pitch(rows) + first + row
+            post(c, "proj", turn, i, tile_sum(c, row, token, op), op)
+    if s.head >= 0:
+        # who shifts taps waits for this hint
+        cute.arch.mbarrier_wait(taps.full, layer & 1)
+    hint(c, op)
+    edge += 1
+    timeline.mark(c.track, "edge proj", layer, kind="edge")
+    wait(c, edge, op, acquire=False)
+    timeline.mark(c.track, "update", layer)
+    it = update_rows(c, layer, (it, turn), s, (taps, late), op)
+    hint(c, op)
+    edge += 1
+    timeline.mark(c.track, "edge o", layer, kind="edge")
+    wait(c, edge, op, acquire=False)
     timeline.mark(c.track, "o_proj", layer)
     c = anew(c)
     rO = cute.make_rmem_tensor(cute.make_layout((4, op.tiles(d.kda_dim).vectors)), Uint32)
     gated_rows(c, layer, turn, rO, op)
-    it, taps = out_rows(c, layer, it, rO, y, op)
-    return it, edge, taps
+    it = out_rows(c, layer, it, rO, y, op)
+    return it, edge
 
 
 @cute.jit

@@ -15,9 +15,9 @@ from targets.kimi_k3.seeds import persistent
 from tests.targets.seeds.harness import REFERENCE, Case, Step, check, distance, placed
 
 
-def built(compiler: CompileClient, case: Case) -> Artifact:
+def built(compiler: CompileClient, case: Case, part: str = "") -> Artifact:
     w = case.workload()
-    text = persistent.source(case.part)
+    text = persistent.source(part or case.part)
     job = CompileJob(text, case.target, w.key, w.dims, w.buffers, "sm_90a", case.tunables)
     outcome = compiler.compile(job)
     assert outcome.failure is None and outcome.artifact, outcome.failure
@@ -59,8 +59,30 @@ def test_two_steps_in_a_row(compiler: CompileClient, part: str) -> None:
 
 
 @pytest.mark.slow
-def test_several_tokens_two_steps_in_a_row(compiler: CompileClient) -> None:
-    """Four of eight columns of the tensor-core products are tokens; CTAs have unequal rows and parts of a head."""
-    extra = {"ctas": 12, "tile_stages": 3, "in_flight": 2, "direct": 2}
-    case = Case("kda", rows=4, preset="tiny-tp2", layers=3, steps=2, tunables=extra)
+@pytest.mark.parametrize(
+    ("rows", "extra"),
+    [
+        (4, {"ctas": 12, "tile_stages": 3, "in_flight": 2}),
+        (8, {"ctas": 4, "tile_stages": 2, "tile_bytes": 14336}),
+        (2, {"ctas": 8, "tile_stages": 4, "in_flight": 0, "tile_warps": 8}),
+    ],
+    ids=["unequal", "cut", "eight-warps"],
+)
+def test_several_tokens_two_steps_in_a_row(
+    compiler: CompileClient, rows: int, extra: dict[str, int]
+) -> None:
+    """Some of eight columns of the tensor-core products are tokens; CTAs have unequal rows and parts of a head (12), a
+    token's state rows do not fit in a stage (14336 bytes), or those of several do.
+    """
+    case = Case("kda", rows=rows, preset="tiny-tp2", layers=3, steps=2, tunables=extra)
     verify(built(compiler, case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "ctas"), [(1, 4), (8, 4), (2, 16)])
+def test_tiles_of_the_latent_moe(compiler: CompileClient, rows: int, ctas: int) -> None:
+    """One token has boxes without fences and a warp that routes; several share experts, and each its own routing."""
+    case = Case(
+        "latent-moe", rows=rows, preset="tiny-tp2", layers=3, steps=2, tunables={"ctas": ctas}
+    )
+    verify(built(compiler, case, "latent-moe-tiles"), case)
