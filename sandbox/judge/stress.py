@@ -123,7 +123,8 @@ def jumps_of(growth: Growth, cycle: int) -> list[int]:
         grown = step > 0
         if not bool(grown.any()):
             continue
-        pairs = torch.stack([now[grown], step[grown]], 1).unique(dim=0)[:64].tolist()
+        unique: Any = torch.unique  # untyped in torch
+        pairs = unique(torch.stack([now[grown], step[grown]], 1), dim=0)[:64].tolist()
         for value, by in pairs:
             for border in BORDERS:
                 left = (border - value % WORD - 1) // by - 1

@@ -36,11 +36,11 @@ and L2 hints are accepted and change nothing.
 The seed permutes the order of blocks and warps and decides whether asynchronous copies complete as late as
 allowed or at once.
 
-What nothing has written holds noise, from a secret of the judgement and another one in every launch: registers that some
-path reads before it writes them, shared and local memory. Half of the words are ones throughout (NaN in every float
-format), the others are random. A kernel that relies on such a value ends wrong or differs from itself; right kernels have
-such paths too (a load under a condition and its use under the same condition), so the path alone decides nothing. When a
-kernel ends badly, the finding `unset-register` names the reads.
+What nothing has written holds noise, from a secret of the judgement and another one in every launch: registers
+that some path reads before it writes them, shared and local memory. Half of the words are ones throughout (NaN
+in every float format), the others are random. A kernel that relies on such a value ends wrong or differs from
+itself; right kernels have such paths too (a load under a condition and its use under the same condition), so
+the path alone decides nothing. When a kernel ends badly, the finding `unset-register` names the reads.
 
 ## What it does not see
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
@@ -18,10 +18,9 @@ import numpy as np
 from sandbox.artifact import Artifact, Launch, LaunchPlan, PlanName, rank_of
 from sandbox.devices.base import DeviceFacts, Refused
 from sandbox.devices.cpu.execute import Counts, Memory, Policy, Region, Work, run
-from sandbox.devices.cpu.ptx_ast import Module, PtxError
-from sandbox.devices.cpu.ptx_parse import parse
 from sandbox.devices.cpu.ranks import Crew, Held
-from sandbox.devices.cpu.translate import ModuleData, Translated, module_data, translate
+from sandbox.devices.cpu.shelf import Parsed, Shelf
+from sandbox.devices.cpu.translate import Translated
 from sandbox.devices.cpu.unset import doubt
 from sandbox.verdict import Failure, KernelResources, Status
 
@@ -118,12 +117,11 @@ class CpuProgram:
 
     resources: tuple[KernelResources, ...] = ()
 
-    def __init__(self, artifact: Artifact, policy: Policy, held: Held | None = None) -> None:
+    def __init__(self, artifact: Artifact, policy: Policy, held: Held, shelf: Shelf) -> None:
         self.artifact, self.policy = artifact, policy
         self.memory, self.lock = Memory(), threading.Lock()
-        self.crew = Crew(self, held or Held())
-        self._modules: dict[str, tuple[Module, ModuleData]] = {}
-        self._kernels: dict[tuple[str, str], Translated] = {}
+        self.crew = Crew(self, held)
+        self._shelf, self._modules = shelf, dict[str, Parsed]()
         self._shadows: dict[tuple[str, int, int], Shadow] = {}
         self._undefined: set[str] = set()
         self._secret, self._started = 0, 0
@@ -135,16 +133,9 @@ class CpuProgram:
     def _check(self, plan: LaunchPlan) -> None:
         """Parse the plan's PTX and translate its kernels. Raises Refused."""
         if plan.ptx not in self._modules:
-            try:
-                module = parse(plan.ptx)
-            except PtxError as error:
-                raise Refused(
-                    Status.COMPILE_ERROR,
-                    Failure("ptx-syntax", str(error), {"ptx_line": error.line}),
-                ) from error
-            self._modules[plan.ptx] = (module, module_data(module))
-        module, data = self._modules[plan.ptx]
-        if self.artifact.ranks > 1 and any(size for _, size in data.ranges.values()):
+            self._modules[plan.ptx] = self._shelf.module(plan.ptx)
+        parsed = self._modules[plan.ptx]
+        if self.artifact.ranks > 1 and parsed.has_variables:
             raise Refused(
                 Status.UNSUPPORTED,
                 Failure(
@@ -153,13 +144,10 @@ class CpuProgram:
                 ),
             )
         for item in plan.launches:
-            entry = module.entries.get(item.kernel)
+            entry = parsed.module.entries.get(item.kernel)
             if entry is None:
                 raise _plan_error("kernel-missing", f"the PTX has no kernel {item.kernel[:80]}")
-            key = (plan.ptx, item.kernel)
-            if key not in self._kernels:
-                self._kernels[key] = translate(entry, module, data, self.policy.exact)
-            _check_launch(item, self._kernels[key])
+            _check_launch(item, parsed.kernel(entry, self.policy.exact))
 
     def reorder(self, seed: int) -> None:
         """Later launches run their blocks and warps in the order of that seed."""
@@ -180,18 +168,18 @@ class CpuProgram:
     def doubts(self) -> tuple[Failure, ...]:
         """Kernels that read a register on a path that has not written it. Only a kernel that went wrong should be
         told: no thread may take that path, and no result may depend on the value."""
-        found = {t.entry.name: doubt(t.entry.name, t.graph) for t in self._kernels.values()}
-        return tuple(f for f in found.values() if f is not None)
+        kernels = {k.entry.name: k for p in self._modules.values() for k in p.kernels.values()}
+        found = [doubt(name, k.graph) for name, k in kernels.items()]
+        return tuple(f for f in found if f is not None)
 
     def kernel(self, plan: LaunchPlan, name: str) -> Translated:
-        return self._kernels[plan.ptx, name]
+        return self._modules[plan.ptx].kernels[name]
 
     def module_regions(self, plan: LaunchPlan) -> list[Region]:
         """Module-scope variables, as buffers."""
-        _, data = self._modules[plan.ptx]
         return [
             Region(f"variable {name}", base, size)
-            for name, (base, size) in data.ranges.items()
+            for name, (base, size) in self._modules[plan.ptx].data.ranges.items()
             if size
         ]
 
@@ -251,6 +239,24 @@ class CpuProgram:
         return tuple(self._found.values())
 
 
+@dataclass
+class Replay:
+    """Steps done again. Their times are modelled step by step, not here."""
+
+    work: Callable[[], None]
+    launches: int
+
+    def launch(self) -> None:
+        """Raises Faulted."""
+        self.work()
+
+    def capture(self) -> Replay:
+        return self
+
+    def modelled_us(self) -> float | None:
+        return None
+
+
 def _plan_error(rule: str, message: str) -> Refused:
     return Refused(Status.PLAN_ERROR, Failure(rule, message))
 
@@ -305,7 +311,7 @@ class CpuDevice:
     ) -> None:
         plain = Policy(exact=mode == "exact", **_order(seed))
         self.policy = plain if budget is None else replace(plain, budget=budget)
-        self._held = Held()
+        self._held, self._shelf = Held(), Shelf()
 
     def facts(self) -> DeviceFacts:
         """The machine whose launches are imitated is an H200; the memory is this machine's."""
@@ -330,7 +336,11 @@ class CpuDevice:
                 Status.UNSUPPORTED,
                 Failure("cpu-unsupported", f"the cpu device does not run {artifact.arch}"),
             )
-        return CpuProgram(artifact, self.policy, self._held)
+        return CpuProgram(artifact, self.policy, self._held, self._shelf)
+
+    def record(self, work: Callable[[], None], launches: int = 0) -> Replay:
+        """What `work` launches, to be done again."""
+        return Replay(work, launches)
 
     def held(self) -> Held:
         """A context in which steps of several ranks are queued; on leaving it they run, and a rank that is done with

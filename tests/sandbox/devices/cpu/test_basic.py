@@ -125,3 +125,31 @@ def test_a_bound_plan_keeps_its_memory_alive() -> None:
     del tensors
     bound.launch()
     assert kept() is not None
+
+
+def test_programs_of_one_device_share_what_is_translated_but_no_variables() -> None:
+    device = CpuDevice()
+    text = kernel("st.global.b32 [%rd100], 5; ret;", "p")
+    a, b = (run(text, [torch.zeros(1, dtype=torch.int32)], device=device).program for _ in "ab")
+    assert a.kernel(a.artifact.step, "k") is b.kernel(b.artifact.step, "k")
+    count = (
+        "mov.u64 %rd1, n; ld.global.b32 %r1, [%rd1]; add.s32 %r1, %r1, 1; st.global.b32 [%rd1], %r1;"
+        "st.global.b32 [%rd100], %r1; ret;"
+    )
+    own = kernel(count, "p", extra=".global .align 4 .u32 n;")
+    for _ in range(2):  # the second program counts in memory of its own
+        x = torch.zeros(1, dtype=torch.int32)
+        ran = run(own, [x], Shape(block=(1, 1, 1)), device=device)
+        ran.bound.launch()
+        assert x.item() == 2
+
+
+def test_what_is_recorded_runs_again() -> None:
+    x = torch.zeros(1, dtype=torch.int32)
+    device = CpuDevice()
+    bound = run(
+        kernel("ld.global.b32 %r1, [%rd100]; add.s32 %r1, %r1, 1; st.global.b32 [%rd100], %r1; ret;", "p"),
+        [x], Shape(block=(1, 1, 1)), device=device,
+    ).bound  # fmt: skip
+    device.record(bound.launch, 1).launch()
+    assert x.item() == 2
