@@ -1,24 +1,18 @@
 """All-reduce between two GPUs fused into AttnRes: partials go straight into the other rank's mailbox.
 
-One CTA per row has all sources of the mix in registers; what does not depend on the sum (the bank's scores) is done
-before the wait. Both ranks add in FP32 in rank order, so they hold the same bits.
+A row's sources are in the registers of a few CTAs, which sum over shared memory of their cluster; what does not depend
+on the exchange (the bank's scores) is done before the wait. Both ranks add in FP32 in rank order, so they hold the same
+bits.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
-from targets.kimi_k3.seeds.attn_res import Mix, MixShape, MixState, by_eight, eight, mix_vector
-from targets.kimi_k3.seeds.common import (
-    add_bf16x2,
-    block_sum,
-    lanes_sum,
-    pick,
-    smem,
-)
+from targets.kimi_k3.seeds.attn_res import Mix, MixShape, MixState, by_eight, eight
+from targets.kimi_k3.seeds.common import add_bf16x2, divisor_below, pick, smem
 from targets.kimi_k3.seeds.exchange import (
     SUMS,
     Link,
@@ -33,8 +27,18 @@ from targets.kimi_k3.seeds.exchange import (
     take,
     wire_of,
 )
+from targets.kimi_k3.seeds.row_team import open_team
+from targets.kimi_k3.seeds.spread_mix import (
+    Receive,
+    finish_mix,
+    load_bank,
+    score_bank,
+    vector_of,
+    weigh,
+)
 
 TUNABLES = {
+    "spread": (7, 4, 2, 1),
     "attn_res_vectors": (1, 2, 4),
     "protocol": ("flag", "sentinel"),
     "shots": (1, 2),
@@ -50,14 +54,6 @@ class Given(NamedTuple):
 
     partial: Any = None
     plus: Any = None
-
-
-@dataclass(frozen=True)
-class Receive:
-    """Compile-time sizes: of the mix, and of the exchange."""
-
-    mix: MixShape
-    wire: Any
 
 
 @cute.jit
@@ -135,112 +131,14 @@ def from_mail(rP: cute.Tensor, at: tuple, flag: Uint32, link: Link, op: cutlass.
         take(address, rSeen, rP, flag, op)
 
 
-@cute.jit
-def load_bank(mix: Mix, state: MixState, rV: cute.Tensor, m: Int32, op: cutlass.Constexpr):
-    """rV[8, vector, source] = row m of the bank and, last, of the prefix as it was; absent sources stay zero."""
-    tid, _, _ = cute.arch.thread_idx()
-    old = 0 if cutlass.const_expr(mix.old is None) else mix.old.shape[1]
-    for v in cutlass.range_constexpr(op.vectors):
-        i = v * op.threads + tid
-        cute.autovec_copy(by_eight(mix.prefix)[m, (None, i)], rV[None, v, op.bank])
-        for s in cutlass.range_constexpr(op.bank):
-            if s < state.sources:
-                if cutlass.const_expr(s < old):
-                    cute.autovec_copy(by_eight(mix.old)[m, s, (None, i)], rV[None, v, s])
-                else:
-                    cute.autovec_copy(by_eight(mix.new)[m, s - old, (None, i)], rV[None, v, s])
-
-
-@cute.jit
-def shares(rV: cute.Tensor, rW: cute.Tensor, s: cutlass.Constexpr, op: cutlass.Constexpr):
-    """(sum v^2, sum v w) of this warp's columns of source s."""
-    square, dot = Float32(0.0), Float32(0.0)
-    for v in cutlass.range_constexpr(op.vectors):
-        x = rV[None, v, s].load().to(Float32)
-        square += (x * x).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        dot += (x * rW[None, v].load()).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-    return lanes_sum(square, 32), lanes_sum(dot, 32)
-
-
-@cute.jit
-def score_of(sPart: cute.Tensor, s: cutlass.Constexpr, op: cutlass.Constexpr):
-    """The score of source s from all warps' shares, in every lane."""
-    tid, _, _ = cute.arch.thread_idx()
-    square, dot = Float32(0.0), Float32(0.0)
-    if tid % 32 < op.threads // 32:
-        square, dot = sPart[0, s, tid % 32], sPart[1, s, tid % 32]
-    square, dot = lanes_sum(square, 32), lanes_sum(dot, 32)
-    return cute.math.rsqrt(square / op.hidden + op.eps) * dot
-
-
-@cute.jit
-def score_bank(state: MixState, rV: cute.Tensor, rW: cute.Tensor, s: tuple, op: cutlass.Constexpr):
-    """Scores of the bank's rows into s = (parts, scores); those that are absent get -inf. Ends with a barrier."""
-    sPart, sScore = s
-    tid, _, _ = cute.arch.thread_idx()
-    for k in cutlass.range_constexpr(op.bank):
-        square, dot = shares(rV, rW, k, op)
-        if tid % 32 == 0:
-            sPart[0, k, tid // 32] = square
-            sPart[1, k, tid // 32] = dot
-    cute.arch.sync_threads()
-    for k in cutlass.range_constexpr(op.bank):
-        score = score_of(sPart, k, op)
-        if tid == 0:
-            sScore[k] = score if k < state.sources else -Float32.inf
-    if tid == 0:
-        sScore[op.bank] = Float32(0.0)  # never used, but read along with its neighbours
-    cute.arch.sync_threads()
-
-
-@cute.jit
-def finish_mix(
-    mix: Mix, rV: cute.Tensor, rW: cute.Tensor, s: tuple, at: tuple, op: cutlass.Constexpr
-):
-    """The score of P, the softmax over all sources, the mix, its norm: y. at = (row, closing)."""
-    sPart, sScore = s
-    m, closing = at
-    tid, _, _ = cute.arch.thread_idx()
-    square, dot = shares(rV, rW, op.bank, op)
-    if tid % 32 == 0:
-        sPart[0, op.bank, tid // 32] = square
-        sPart[1, op.bank, tid // 32] = dot
-    cute.arch.sync_threads()
-    mine = score_of(sPart, op.bank, op)
-    top = mine
-    for k in cutlass.range_constexpr(op.bank):
-        top = cute.arch.fmax(top, sScore[k])
-    rP = cute.make_rmem_tensor(cute.make_layout((op.bank + 1,)), Float32)
-    rP[op.bank] = cute.math.exp(mine - top)
-    total = rP[op.bank]
-    for k in cutlass.range_constexpr(op.bank):
-        rP[k] = cute.math.exp(sScore[k] - top)
-        total += rP[k]
-    for k in cutlass.range_constexpr(op.bank + 1):
-        rP[k] = rP[k] / total
-    rM = cute.make_rmem_tensor(cute.make_layout((8, op.vectors)), Float32)
-    square = Float32(0.0)
-    for v in cutlass.range_constexpr(op.vectors):
-        rM[None, v].store(mix_vector(rV, rP, v, op))
-        if closing == 1:
-            rM[None, v].store(rM[None, v].load().to(BFloat16).to(Float32))
-        x = rM[None, v].load()
-        square += (x * x).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-    scale = cute.math.rsqrt(block_sum(square, op.threads // 32) / op.hidden + op.eps)
-    rY = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
-    for v in cutlass.range_constexpr(op.vectors):
-        y = rM[None, v].load() * scale * eight(mix.out_norm, v * op.threads + tid)
-        rY.store(y.to(BFloat16))
-        cute.autovec_copy(rY, by_eight(mix.y)[m, (None, v * op.threads + tid)])
-
-
 @cute.kernel
 def receive_kernel(mix: Mix, state: MixState, given: Given, link: Link, op: cutlass.Constexpr):
-    """One row a CTA, grid (M): a = the sum of the ranks' partials, P <- bf(prefix + a) (or a, without add), then
-    y = bf(RMS(sum_s p_s v_s; out_norm)). See `Given` for where this rank's own partial comes from."""
+    """A row on `spread` CTAs, grid (spread, M): a = the sum of the ranks' partials, P <- bf(prefix + a) (or a, without
+    add), then y = bf(RMS(sum_s p_s v_s; out_norm)). See `Given` for where this rank's own partial comes from."""
     tid, _, _ = cute.arch.thread_idx()
-    m, _, _ = cute.arch.block_idx()
+    number, m, _ = cute.arch.block_idx()
     shape, wire = op.mix, op.wire
+    team = open_team(op.rounds, op.spread, op.warps)
     through_mail = given.partial is None
     if cutlass.const_expr(shape.pdl):
         if cutlass.const_expr(not through_mail):
@@ -251,31 +149,30 @@ def receive_kernel(mix: Mix, state: MixState, given: Given, link: Link, op: cutl
     rOwn.fill(0)
     if cutlass.const_expr(not through_mail):
         for v in cutlass.range_constexpr(shape.vectors):
-            at = (m, v * shape.threads + tid)
+            at = (m, vector_of(v, number, op))
             own_partial(given, at, rOwn[None, v])
             send(rOwn[None, v], at, flag, link, wire)
     rV = cute.make_rmem_tensor(cute.make_layout((8, shape.vectors, shape.bank + 1)), BFloat16)
     rV.fill(0.0)
-    load_bank(mix, state, rV, m, shape)
+    load_bank(mix, state, rV, (m, number), op)
     rW = cute.make_rmem_tensor(cute.make_layout((8, shape.vectors)), Float32)
     for v in cutlass.range_constexpr(shape.vectors):
-        i = v * shape.threads + tid
+        i = vector_of(v, number, op)
         rW[None, v].store(eight(mix.norm, i) * eight(mix.proj, i))
-    sources, warps = shape.bank + 1, shape.threads // 32
-    sPart = smem(Float32, (2, sources, warps), (1, 2, 2 * sources))
-    sScore = smem(Float32, (sources,), (1,))
-    score_bank(state, rV, rW, (sPart, sScore), shape)
+    sScore = smem(Float32, (op.scores,), (1,))
+    score_bank(state, rV, rW, team, sScore, op)
     for v in cutlass.range_constexpr(shape.vectors):
-        at = (m, v * shape.threads + tid)
+        at = (m, vector_of(v, number, op))
         if cutlass.const_expr(through_mail):
             from_mail(rOwn[None, v], at, flag, link, wire)
         receive(rOwn[None, v], at, flag, link, wire)
     for v in cutlass.range_constexpr(shape.vectors):
-        update_prefix(
-            mix, state, rV[None, v, shape.bank], rOwn[None, v], (m, v * shape.threads + tid)
-        )
-    finish_mix(mix, rV, rW, (sPart, sScore), (m, state.closing), shape)
-    if tid == 0:
+        at = (m, vector_of(v, number, op))
+        update_prefix(mix, state, rV[None, v, shape.bank], rOwn[None, v], at)
+    rP = weigh(rV, rW, team, sScore, op)
+    finish_mix(mix, rV, rP, team, (m, state.closing), op)
+    if tid == 0 and number == 0:
+        # the row's other CTAs have read it: they have told their last sums
         link.epochs[link.slot, m] = Int32(flag)
     if cutlass.const_expr(shape.pdl and through_mail):
         cute.arch.griddepcontrol_wait()
@@ -298,30 +195,36 @@ def update_prefix(mix: Mix, state: MixState, rP: cute.Tensor, rA: cute.Tensor, a
 
 
 def receive_shape(mix, cfg):
-    hidden = mix.y.shape[1]
+    """The row's vectors over CTAs of one cluster, whole warps each."""
+    rows, hidden = mix.y.shape
     bank = sum(t.shape[1] for t in (mix.old, mix.new) if t is not None)
-    fits = [v for v in (1, 2, 4, 8) if hidden % (256 * v) == 0 and hidden // (8 * v) <= 1024]
+    warps = hidden // 256
+    spread = divisor_below(warps, max(1, min(cfg.spread, 128 // rows)))
+    fits = [v for v in (1, 2, 4, 8) if warps % (spread * v) == 0 and warps // (spread * v) <= 32]
     vectors = max([v for v in fits if v <= cfg.attn_res_vectors] or fits[:1])
-    shape = MixShape(hidden // (8 * vectors), vectors, bank, hidden, cfg.dims.eps, cfg.pdl)
-    return Receive(shape, wire_of(mix.y.shape[0], hidden, cfg))
+    threads = 32 * (warps // (spread * vectors))
+    shape = MixShape(threads, vectors, bank, hidden, cfg.dims.eps, cfg.pdl)
+    return Receive(shape, wire_of(rows, hidden, cfg), spread)
 
 
 @cute.jit
 def reduced_mix(
     mix: Mix, state: MixState, given: Given, link: Link, cfg: cutlass.Constexpr, stream
 ):
-    """One launch of the receiving kernel. Its CTAs wait, so all of them must be resident: they are one cluster, which
-    may start while the launch before ends, or from nine rows on a cooperative grid, which may not."""
+    """One launch of the receiving kernel. Its CTAs wait, so all must come to be resident. Up to eight rows they are so
+    few that they fit beside the launch before, whose CTAs wait for none of them, and the launch after begins only when
+    all have begun; from nine rows on the grid is cooperative, which may not start early."""
     rows = mix.y.shape[0]
     op = receive_shape(mix, cfg)
     if cutlass.const_expr(rows <= 8):
         receive_kernel(mix, state, given, link, op).launch(
-            grid=(rows, 1, 1), block=(op.mix.threads, 1, 1), cluster=(rows, 1, 1), stream=stream,
+            grid=(op.spread, rows, 1), block=(op.mix.threads, 1, 1), cluster=(op.spread, 1, 1), stream=stream,
             use_pdl=op.mix.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
     else:
         receive_kernel(mix, state, given, link, op).launch(
-            grid=(rows, 1, 1), block=(op.mix.threads, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1
+            grid=(op.spread, rows, 1), block=(op.mix.threads, 1, 1), cluster=(op.spread, 1, 1), stream=stream,
+            cooperative=True, min_blocks_per_mp=1,
         )  # fmt: skip
 
 

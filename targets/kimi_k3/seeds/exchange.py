@@ -97,6 +97,39 @@ def load_words(address: Int64):
 
 
 @cute.jit
+def store_pair(address: Int64, word: Uint32, flag: Uint32):
+    """One word with its flag into a mailbox."""
+    cute.arch.inline_ptx(
+        "st.relaxed.sys.global.v2.b32 [{$r0}], {{$r1}, {$r2}};",
+        read_only_args=[address, word, flag],
+    )
+
+
+@cute.jit
+def look_pair(address: Int64):
+    return cute.arch.inline_ptx(
+        "ld.relaxed.sys.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def take_pair(address: Int64, flag: Uint32, spin: cutlass.Constexpr):
+    """The word of a pair once it has this flag; `spin` turns at most, 0: for ever."""
+    word, seen = look_pair(address)
+    if cutlass.const_expr(spin == 0):
+        while seen != flag:
+            word, seen = look_pair(address)
+    else:
+        turns = Int32(0)
+        while seen != flag and turns < spin:
+            word, seen = look_pair(address)
+            turns += 1
+    return word
+
+
+@cute.jit
 def put(address: Int64, r: cute.Tensor, flag: Uint32, op: cutlass.Constexpr):
     """r[4 words] into a mailbox."""
     if cutlass.const_expr(op.flag):

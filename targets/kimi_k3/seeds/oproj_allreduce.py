@@ -27,7 +27,8 @@ from targets.kimi_k3.seeds.exchange import (
 from targets.kimi_k3.seeds.gemv import gemv_shape, load_rows, load_weights
 
 TUNABLES = {
-    "attn_res_vectors": (2, 1, 4),
+    "spread": (7, 4, 2, 1),
+    "attn_res_vectors": (1, 2, 4),
     "gemv_warps": (8, 4, 16),
     "gemv_tile": (4, 2, 1),
     "gemv_unroll": (4, 2, 6),

@@ -1,301 +1,184 @@
-"""The chain of o_proj, all-reduce between two GPUs, AttnRes and norm in one launch per rank for all instances.
+"""The chain of o_proj, all-reduce between two GPUs, AttnRes and norm in one launch per rank, columns staying in place.
 
-Every CTA keeps the next instance's share of the weights in shared memory while it waits: for the other rank's partials
-(mailboxes), and for the mix of its own rank (a box of y beside the output). The last CTAs mix a row each.
+A CTA makes some columns of the product, takes the other rank's partials of the same columns, and keeps the prefix and
+the bank of these columns in registers for the whole chain. A row is never in one place: what CTAs tell each other are
+sums (squares and scores of the sources, then the square of the mix) and those columns of the mix that the next product
+reads, in words that say themselves which step they are of. Weights come through a ring of column groups meanwhile.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
-from targets.kimi_k3.seeds.allreduce_attn_res import (
-    check,
-    finish_mix,
-    from_mail,
-    load_bank,
-    receive,
-    receive_shape,
-    score_bank,
-    update_prefix,
+from targets.kimi_k3.seeds.allreduce_attn_res import check
+from targets.kimi_k3.seeds.common import divisor_below, smem
+from targets.kimi_k3.seeds.stack_parts import (
+    BANK,
+    FIELDS,
+    Ahead,
+    Ctx,
+    Row,
+    Stack,
+    consumers,
+    pair_of,
+    word_into,
+    words_at,
 )
-from targets.kimi_k3.seeds.attn_res import Mix, MixState, by_eight, eight
-from targets.kimi_k3.seeds.common import add_bf16x2, divisor_below, mma_k32, pack_bf16, pick, smem
-from targets.kimi_k3.seeds.exchange import (
-    Link,
-    Wire,
-    empty_mail,
-    look,
-    mailbox,
-    new_flag,
-    put,
-    take,
-)
-from targets.kimi_k3.seeds.oproj_allreduce import send_both
+from targets.kimi_k3.seeds.stack_product import bring_x, look_ahead, multiply, produce, write_y
+from targets.kimi_k3.seeds.stack_row import exchange_row, keep, post_bank
 
 TUNABLES = {
-    "ctas": (132, 128, 6),
-    "attn_res_vectors": (2, 1, 4),
-    "protocol": ("flag", "sentinel"),
-    "shots": (1, 2),
-    "pdl": (False,),
+    "ctas": (128, 64, 6),
+    "warps": (16, 12, 8),
+    "eager": (False, True),
     "paired": (True, False),
     "spin_limit": (0, 200_000),
 }
 
 
-class Io(NamedTuple):
-    """Tensors of all instances, and the box of y: u32 [instances, M, k / 8, 8]."""
-
-    x0: Any
-    x: tuple
-    w: tuple
-    norm: tuple
-    proj: tuple
-    out_norm: tuple
-    y: tuple
-    prefix: Any
-    bank: Any
-    box: Any
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Compile-time sizes. A CTA has `per` groups of eight columns of the product; `warps` share k."""
-
-    layers: int
-    k: int
-    ctas: int
-    per: int
-    warps: int
-    bank_rows: int
-    mix: Any
-    wire: Any
-    box: Any
-
-    @property
-    def groups(self):
-        return self.mix.hidden // 8
-
-    @property
-    def pitch(self):
-        """Words of a row of weights in shared memory: 64 bytes more than it has, so that rows lie in other banks."""
-        return self.k // 2 + 16
+@cute.jit
+def rows_of(op: cutlass.Constexpr):
+    """Registers of a row and of what is loaded ahead, all zero."""
+    word = lambda *shape: cute.make_rmem_tensor(cute.make_layout(shape), Uint32)  # noqa: E731
+    real = lambda *shape: cute.make_rmem_tensor(cute.make_layout(shape), Float32)  # noqa: E731
+    row = Row(
+        word(op.turns), word(op.turns, op.bank), real(2, op.turns), real(1), real(2, op.turns)
+    )
+    a = Ahead(word(2, op.units), word(2, op.units), word(op.turns), word(op.turns), word(op.turns))
+    for r in (row.prefix, row.bank, *a):
+        r.fill(0)
+    for r in (row.mix, row.square, row.weight):
+        r.fill(0.0)
+    return row, a
 
 
 @cute.jit
-def fill(mW: cute.Tensor, sW: cute.Tensor, span: tuple, op: cutlass.Constexpr):
-    """Begin to copy the CTA's rows of the weights; span = (first group, groups)."""
-    first, count = span
+def consume(c: Ctx, cta: Int32, ends: tuple, op: cutlass.Constexpr):
+    """All instances. ends: addresses of x0, and of the bank and the prefix that are put out."""
+    x0, bank_out, prefix_out = ends
+    row, a = rows_of(op)
+    look_ahead(c, Int32(0), a, op)
+    if c.warp < op.rows:
+        for t in cutlass.range_constexpr(op.turns):
+            _, i, there = pair_of(c, t)
+            if there:
+                word = cute.make_tensor(row.prefix.iterator + t, cute.make_layout((1,)))
+                words_at(x0, c.row * (op.hidden // 2) + i, word, 1)
+        keep(c, Int32(-1), row, a, op)
+        post_bank(c, Int32(0), cta, row, op)
+    for n in cutlass.range(op.layers, unroll=1):
+        bring_x(c, n, a, op)
+        consumers(op)
+        multiply(c, n, op)
+        look_ahead(c, n + 1, a, op)
+        consumers(op)
+        if c.warp < op.rows:
+            exchange_row(c, n, cta, row, a, bank_out, op)
+            write_y(c, n, row, a, op)
+    if c.warp < op.rows:
+        for t in cutlass.range_constexpr(op.turns):
+            _, i, there = pair_of(c, t)
+            if there:
+                word_into(prefix_out, c.row * (op.hidden // 2) + i, row.prefix[t])
+
+
+class Boxes(NamedTuple):
+    """Persistent memory. own, peer: mailboxes u32 [instances, M, hidden / 2, 2]; scores f32 [instances, M, bank + 2,
+    CTAs]; squares f32 [instances, M, CTAs]; mixed f32 [instances, M, k]; epochs i32 [1]: steps so far."""
+
+    own: Any
+    peer: Any
+    scores: Any
+    squares: Any
+    mixed: Any
+    epochs: Any
+
+
+@cute.jit
+def open_cta(layers: tuple, boxes: Boxes, op: cutlass.Constexpr):
+    """The context of a thread; ends with a barrier of the CTA."""
     tid, _, _ = cute.arch.thread_idx()
-    source = mW.iterator.toint() + Int64(first) * (16 * op.k)
-    target = Int32(sW.iterator.toint())
-    each = op.k // 8
-    for v in cutlass.range(tid, count * 8 * each, op.mix.threads, unroll=4):
-        row, i = v // each, v % each
-        cute.arch.inline_ptx(
-            "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
-            read_only_args=[target + row * (4 * op.pitch) + i * 16, source + Int64(v) * 16],
-        )
-    cute.arch.inline_ptx("cp.async.commit_group;")
-
-
-@cute.jit
-def box_at(io: Io, at: tuple, op: cutlass.Constexpr):
-    """Address of vector i of row m of y of an instance, in the box: at = (instance, m, i)."""
-    n, m, i = at
-    number = (n * op.box.rows + m) * op.box.vectors + i
-    return io.box.iterator.toint() + Int64(number) * 32
-
-
-@cute.jit
-def load_x(io: Io, n: Int32, sX: cute.Tensor, flag: Uint32, op: cutlass.Constexpr):
-    """sX[row, k / 2 words] = bf(x_n + y_{n-1}), as soon as y is there."""
-    tid, _, _ = cute.arch.thread_idx()
-    gX = cute.logical_divide(cute.recast_tensor(pick(io.x, n), Uint32), (None, 4))
-    sV = cute.logical_divide(sX, (None, 4))
-    rX = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    rY = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    rSeen = cute.make_rmem_tensor(cute.make_layout((8,)), Uint32)
-    for v in cutlass.range(tid, op.box.rows * op.box.vectors, op.mix.threads, unroll=1):
-        m, i = v // op.box.vectors, v % op.box.vectors
-        cute.autovec_copy(gX[m, (None, i)], rX)
-        if n > 0:
-            address = box_at(io, (n - 1, m, i), op)
-            look(address, rSeen, op.box)
-            take(address, rSeen, rY, flag, op.box)
-            for e in cutlass.range_constexpr(4):
-                rX[e] = add_bf16x2(rX[e], rY[e])
-        cute.autovec_copy(rX, sV[m, (None, i)])
-
-
-@cute.jit
-def multiply(
-    sX: cute.Tensor, sW: cute.Tensor, sC: cute.Tensor, count: Int32, op: cutlass.Constexpr
-):
-    """sC[row, column, warp] = this warp's share of k of the CTA's products."""
-    tid, _, _ = cute.arch.thread_idx()
-    warp, lane = tid // 32, tid % 32
-    sV = cute.logical_divide(sX, (None, 4))
-    sU = cute.logical_divide(sW, (None, 4))
-    rC = cute.make_rmem_tensor(cute.make_layout((4, op.per)), Float32)
-    rC.fill(0.0)
-    rX = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    rW = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    if warp < op.warps:
-        for b in cutlass.range(op.k // 32 // op.warps, unroll=1):
-            i = (b * op.warps + warp) * 4 + lane % 4
-            cute.autovec_copy(sV[lane // 4, (None, i)], rX)
-            for g in cutlass.range_constexpr(op.per):
-                if g < count:
-                    cute.autovec_copy(sU[g * 8 + lane // 4, (None, i)], rW)
-                    mma_k32(rC[None, g], rX, tuple(rW[e] for e in range(4)))
-        for g in cutlass.range_constexpr(op.per):
-            for e in cutlass.range_constexpr(2):
-                sC[lane // 4, g * 8 + lane % 4 * 2 + e, warp] = rC[e, g]
-
-
-@cute.jit
-def send_sums(sC: cute.Tensor, span: tuple, flag: Uint32, link: Link, op: cutlass.Constexpr):
-    """Add the warps' shares in their order, round, and send whole vectors: eight lanes have one."""
-    first, count = span
-    tid, _, _ = cute.arch.thread_idx()
-    width = op.per * 8
-    rP = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    for item in cutlass.range(tid, 8 * width, op.mix.threads, unroll=1):
-        r, c = item // width, item % width
-        acc = Float32(0.0)
-        for w in cutlass.range(op.warps, unroll_full=True):
-            acc += sC[r, c, w]
-        word = pack_bf16(acc, cute.arch.shuffle_sync_down(acc, offset=1))
-        for e in cutlass.range_constexpr(4):
-            rP[e] = cute.arch.shuffle_sync_down(word, offset=2 * e) if e > 0 else word
-        if c % 8 == 0 and r < op.wire.rows and c // 8 < count:
-            send_both(rP, (Int32(r), first + c // 8), flag, link, op.wire)
-
-
-@cute.jit
-def mix_row(io: Io, n: Int32, m: Int32, flag: Uint32, link: Link, op: cutlass.Constexpr):
-    """Row m of instance n: the ranks' sum, the prefix, the mix; y also into the box."""
-    tid, _, _ = cute.arch.thread_idx()
-    shape, rows = op.mix, op.bank_rows
-    prefix = pick([io.x0, io.prefix], Int32(1) if n > 0 else Int32(0))
-    mix = Mix(
-        prefix, io.prefix, None, None, io.bank, pick(io.norm, n), pick(io.proj, n), pick(io.out_norm, n),
-        pick(io.y, n),
+    cta, _, _ = cute.arch.block_idx()
+    warp = cute.arch.make_warp_uniform(tid // 32)
+    first = cta * op.per
+    left = Int32(op.hidden // 8) - first
+    count = left if left < op.per else Int32(op.per)
+    bars = smem(Int64, (2 * op.per,), (1,)).iterator
+    words = cutlass.memory.SmemAllocator().allocate_tensor(
+        Uint32, cute.make_layout((op.width * op.pitch // 4,)), byte_alignment=128
+    )
+    c = Ctx(
+        tid % 32, warp, first, count, warp % op.rows, warp // op.rows,
+        smem(Int64, (op.layers * len(FIELDS),), (1,)), bars, bars + op.per, words,
+        smem(Uint32, (op.rows * (op.k // 2 + 4),), (1,)), smem(Float32, (op.split * op.rows * op.width,), (1,)),
+        smem(Float32, (op.rows,), (1,)), boxes.own.iterator.toint(),
+        boxes.peer.iterator.toint(), boxes.scores.iterator.toint(), boxes.squares.iterator.toint(),
+        boxes.mixed.iterator.toint(), Uint32(boxes.epochs[0] + 1),
     )  # fmt: skip
-    sources = n if n < rows else Int32(rows)
-    row = n if n < rows else Int32(-1)
-    state = MixState(sources, row, Int32(1), Int32(0))
-    rV = cute.make_rmem_tensor(cute.make_layout((8, shape.vectors, shape.bank + 1)), BFloat16)
-    rV.fill(0.0)
-    load_bank(mix, state, rV, m, shape)
-    rW = cute.make_rmem_tensor(cute.make_layout((8, shape.vectors)), Float32)
-    for v in cutlass.range_constexpr(shape.vectors):
-        i = v * shape.threads + tid
-        rW[None, v].store(eight(mix.norm, i) * eight(mix.proj, i))
-    total, warps = shape.bank + 1, shape.threads // 32
-    sPart = smem(Float32, (2, total, warps), (1, 2, 2 * total))
-    sScore = smem(Float32, (total,), (1,))
-    score_bank(state, rV, rW, (sPart, sScore), shape)
-    rOwn = cute.make_rmem_tensor(cute.make_layout((4, shape.vectors)), Uint32)
-    rOwn.fill(0)
-    for v in cutlass.range_constexpr(shape.vectors):
-        at = (m, v * shape.threads + tid)
-        from_mail(rOwn[None, v], at, flag, link, op.wire)
-        receive(rOwn[None, v], at, flag, link, op.wire)
-    for v in cutlass.range_constexpr(shape.vectors):
-        at = (m, v * shape.threads + tid)
-        update_prefix(mix, state, rV[None, v, shape.bank], rOwn[None, v], at)
-    finish_mix(mix, rV, rW, (sPart, sScore), (m, state.closing), shape)
-    rY = cute.make_rmem_tensor(cute.make_layout((8,)), BFloat16)
-    rWord = cute.recast_tensor(rY, Uint32)
-    for v in cutlass.range_constexpr(shape.vectors):
-        i = v * shape.threads + tid
-        if i < op.box.vectors:
-            cute.autovec_copy(by_eight(mix.y)[m, (None, i)], rY)
-            put(box_at(io, (n, m, i), op), rWord, flag, op.box)
+    if tid == 0:
+        for g in cutlass.range_constexpr(op.per):
+            cute.arch.mbarrier_init(c.full + g, 1)
+            cute.arch.mbarrier_init(c.empty + g, op.split)
+    for n in cutlass.range_constexpr(op.layers):
+        if tid == 32 * (n % op.warps):
+            for f in cutlass.range_constexpr(len(FIELDS)):
+                c.table[n * len(FIELDS) + f] = layers[f][n].iterator.toint()
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    return c
 
 
 @cute.kernel
-def stack_kernel(io: Io, link: Link, op: cutlass.Constexpr):
-    """Grid (ctas), cooperative. CTA c has groups c per ... of the product's columns; CTA ctas - 1 - m mixes row m."""
-    tid, _, _ = cute.arch.thread_idx()
+def stack_kernel(layers: tuple, ends: tuple, boxes: Boxes, op: cutlass.Constexpr):
+    """Grid (ctas), cooperative; a warp more than op.warps brings the weights. layers: tensors by field."""
     cta, _, _ = cute.arch.block_idx()
-    flag = new_flag(link, Int32(0))
-    first = cta * op.per
-    left = op.groups - first
-    count = Int32(0)
-    if left > 0:
-        count = left if left < op.per else Int32(op.per)
-    row = op.ctas - 1 - cta
-    sW = smem(Uint32, (op.per * 8, op.pitch), (op.pitch, 1))
-    sX = smem(Uint32, (8, op.k // 2), (op.k // 2 + 4, 1))
-    sC = smem(Float32, (8, op.per * 8, op.warps), (1, 8, op.per * 64))
-    for i in cutlass.range(tid, 8 * (op.k // 2), op.mix.threads, unroll=1):
-        sX[i // (op.k // 2), i % (op.k // 2)] = Uint32(0)
-    fill(io.w[0], sW, (first, count), op)
-    cute.arch.sync_threads()
-    for n in cutlass.range(op.layers, unroll=1):
-        here = Link(link.own, link.peer, link.epochs, link.rank, n)
-        if count > 0:
-            load_x(io, n, sX, flag, op)
-        cute.arch.inline_ptx("cp.async.wait_all;")
-        cute.arch.sync_threads()
-        if count > 0:
-            multiply(sX, sW, sC, count, op)
-        cute.arch.sync_threads()
-        if n + 1 < op.layers:
-            fill(pick(io.w, n + 1), sW, (first, count), op)
-        if count > 0:
-            send_sums(sC, (first, count), flag, here, op)
-        if row < op.wire.rows:
-            mix_row(io, n, row, flag, here, op)
-    if row == 0 and tid == 0:
-        link.epochs[0, 0] = Int32(flag)
+    c = open_cta(layers, boxes, op)
+    if c.warp == op.warps:
+        produce(c, op)
+    else:
+        consume(c, cta, tuple(x.iterator.toint() for x in ends), op)
+        if cta == 0 and c.warp == 0 and c.lane == 0:
+            # every CTA has posted by now, so every CTA has read the number
+            boxes.epochs[0] = Int32(c.flag)
 
 
-def stack_shape(t, cfg):
-    d = cfg.dims
-    if d.rows > 8:
-        raise ValueError("the stack has at most eight rows")
-    mix = Mix(None, None, None, None, t.outputs.bank, None, None, None, t.outputs.y[0])
-    shape = receive_shape(mix, cfg)
-    groups, spare = d.hidden // 8, min(4, cfg.ctas // 2)
-    per = -(-groups // (cfg.ctas - spare))
-    warps = divisor_below(d.kda_dim // 32, shape.mix.threads // 32)
-    box = Wire(d.rows, d.kda_dim // 8, True, False, cfg.spin_limit, True)
-    return Stack(d.layers, d.kda_dim, cfg.ctas, per, warps, d.bank_rows, shape.mix, shape.wire, box)
+def stack_shape(dims, cfg):
+    check(dims)
+    if dims.rows > 8 or dims.bank_rows > BANK or dims.kda_dim > dims.hidden:
+        raise ValueError("the stack has at most eight rows, and eight rows of the bank")
+    groups = dims.hidden // 8
+    per = -(-groups // cfg.ctas)
+    split = divisor_below(dims.kda_dim // 32, cfg.warps)
+    return Stack(
+        dims.layers, dims.rows, dims.hidden, dims.kda_dim, -(-groups // per), per, max(split, dims.rows), split,
+        dims.bank_rows, dims.eps, cfg.eager, cfg.paired, cfg.spin_limit,
+    )  # fmt: skip
 
 
 def workspace(dims, cfg):
-    check(dims)
-    box = (dims.layers, dims.rows, dims.kda_dim // 8, 8)
+    op = stack_shape(dims, cfg)
+    n, m = op.layers, op.rows
     return {
-        **mailbox(dims.layers, dims.rows, dims.hidden, cfg),
-        "box": ("u32", box, "zero", "persistent"),
+        "mail": ("u32", (n, m, op.hidden // 2, 2), "zero", "persistent"),
+        "scores": ("f32", (n, m, op.bank + 2, op.ctas4), "zero", "persistent"),
+        "squares": ("f32", (n, m, op.ctas4), "zero", "persistent"),
+        "mixed": ("f32", (n, m, op.k), "zero", "persistent"),
+        "epochs": ("i32", (1,), "zero", "persistent"),
     }
-
-
-@cute.jit
-def prepare(t, cfg, stream):
-    empty_mail(t.workspace.mail, cfg, stream)
 
 
 @cute.jit
 def step(t, cfg, stream):
     """As the chain of launches in oproj_allreduce."""
-    layers = t.weights.layers
-    op = stack_shape(t, cfg)
+    op = stack_shape(cfg.dims, cfg)
+    w = t.workspace
     names = ("o_proj", "res_norm", "res_proj", "out_norm")
-    w, norm, proj, out_norm = (tuple(getattr(x, n) for x in layers) for n in names)
-    io = Io(
-        t.inputs.x0, tuple(t.inputs.x), w, norm, proj, out_norm, tuple(t.outputs.y), t.outputs.prefix,
-        t.outputs.bank, t.workspace.box,
-    )  # fmt: skip
-    link = Link(t.workspace.mail, t.peers[0].workspace.mail, t.workspace.epochs, t.rank, Int32(0))
-    stack_kernel(io, link, op).launch(
-        grid=(op.ctas, 1, 1), block=(op.mix.threads, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1
+    layers = tuple(tuple(getattr(x, n) for x in t.weights.layers) for n in names)
+    layers = (*layers, tuple(t.inputs.x), tuple(t.outputs.y))
+    boxes = Boxes(w.mail, t.peers[0].workspace.mail, w.scores, w.squares, w.mixed, w.epochs)
+    ends = (t.inputs.x0, t.outputs.bank, t.outputs.prefix)
+    stack_kernel(layers, ends, boxes, op).launch(
+        grid=(op.ctas, 1, 1), block=((op.warps + 1) * 32, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1
     )  # fmt: skip
