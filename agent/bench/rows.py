@@ -44,7 +44,11 @@ def rows_of(verdict: Verdict, w: Workload, c: Context) -> list[dict[str, Any]]:
         failure = verdict.failure.message if verdict.failure else "nothing was timed"
         return [{**common, "arm": c.kernel, "failure": failure}]
     t = verdict.timing.workloads[0]
-    own = _row(t, common, t.us, c) | {"arm": c.kernel, "launches": t.launches}
+    own = _row(t, common, t.us, c) | {
+        "arm": c.kernel,
+        "launches": t.launches,
+        "launches_per_layer": t.launches / max(1, t.layers),
+    }
     detail: Mapping[str, Any] = t.detail
     arms: Mapping[str, Any] = detail.get("arms", {})
     own |= _figures(arms.get("candidate", {}), t, c)

@@ -263,3 +263,4 @@ def test_the_command_works_on_cpu(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     (row,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert row["kind"] == "modelled" and row["us"] > 0 and row["arm"] == "seed"
+    assert row["launches_per_layer"] == row["launches"] / row["layers"] >= 1
