@@ -1,7 +1,7 @@
 """The unfused sequences of others on two GPUs: a product, an all-reduce, AttnRes, each its own launch, in CUDA graphs.
 
-Two processes, one GPU each, as NCCL and torch's symmetric memory are used; NVLink multicast is off for both. Nothing
-is compared with the reference here but the all-reduces with each other.
+Two processes, one GPU each, as NCCL and torch's symmetric memory are used; NVLink multicast is off for both. Only the
+sums are compared with anything, so these are times, not judged candidates.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _rank(rank: int, preset: str, rows: Sequence[int]) -> None:
     dist.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
     with torch.inference_mode():
         for m in rows:
-            for name, parts in _sequences(preset, m, rank):
+            for name, parts in _sequences(preset, m, rank, apart=m == rows[-1]):
                 try:
                     us, count = _timed(parts)
                 except Exception as error:  # one of many: said, and the others go on
@@ -64,72 +64,116 @@ def _rank(rank: int, preset: str, rows: Sequence[int]) -> None:
 Launch = Callable[[], Any]
 
 
-def _sequences(preset: str, rows: int, rank: int) -> Iterator[tuple[str, list[list[Launch]]]]:
-    """(name, launches of each instance): the product alone, the all-reduces alone, and whole sequences."""
+class Unfused:
+    """One rank's tensors of a chain, and the launches of its pieces."""
+
+    def __init__(self, preset: str, rows: int, rank: int) -> None:
+        import torch
+
+        from targets.base import Options, find
+        from targets.kimi_k3.baseline import parts
+        from targets.kimi_k3.options import resolve
+        from targets.kimi_k3.ranks import tensors_of
+        from targets.kimi_k3.reference import KimiReference
+
+        options = Options(preset, None, rows)
+        w = find("kimi-k3-oproj-allreduce").workload(options)
+        run, reference = resolve(w.target, options), KimiReference()
+        tensors = {**reference.weights(w, SEED, "cuda"), **reference.inputs(w, SEED, 0, "cuda")}
+        self.own = tensors_of(tensors, rank)
+        self.parts, self.make = parts, parts.Maker(run.shape, torch.device("cuda", rank))
+        self.layers = range(w.layers)
+        hidden, self.bank_rows = int(w.dims["hidden"]), int(w.dims["bank_rows"])
+        self.prefix, self.y, self.plain = self.make.wide(), self.make.wide(), self.make.wide()
+        shape = (rows, self.bank_rows, hidden)
+        self.bank = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+
+    def mix(self, i: int, delta: Any) -> list[Launch]:
+        names = ("res_norm", "res_proj", "out_norm")
+        one = self.parts.Mix(*(self.own[f"weights.layers.{i}.{n}"] for n in names))
+        # the mean number of sources in every instance: a kernel for each number would take a minute to compile
+        sources = round(sum(min(k, self.bank_rows) for k in self.layers) / len(self.layers))
+        mixed = self.parts.Mixed(self.prefix, delta, self.y, sources)
+        return _listed(
+            self.make.attn_res(self.parts.Banks(None, self.bank, self.prefix, 0), one, mixed)
+        )
+
+    def product(self, i: int, out: Any, how: str = "best") -> list[Launch]:
+        import torch
+
+        x, weight = self.own[f"inputs.x.{i}"], self.own[f"weights.layers.{i}.o_proj"]
+        if how == "cublas":
+            return [lambda: torch.mm(x, weight.t(), out=out)]
+        return _listed(self.make.linear("o_proj", (x, weight, out)))
+
+
+def _listed(made: Any) -> list[Launch]:
+    return list(made) if isinstance(made, list) else [made]
+
+
+def _sequences(
+    preset: str, rows: int, rank: int, apart: bool
+) -> Iterator[tuple[str, list[list[Launch]]]]:
+    """(name, launches of each instance): whole sequences; `apart`: their parts too."""
+    u = Unfused(preset, rows, rank)
+    reduce = _reductions(u, rows, rank)
+    for kind, (source, call, result) in reduce.items():
+        whole = [[*u.product(i, source), call, *u.mix(i, result)] for i in u.layers]
+        yield f"o_proj + {kind} + attn-res", whole
+    yield (
+        "o_proj + attn-res, no exchange",
+        [[*u.product(i, u.plain), *u.mix(i, u.plain)] for i in u.layers],
+    )
+    source, call, result = reduce["nccl"]
+    whole = [[*u.product(i, source, "cublas"), call, *u.mix(i, result)] for i in u.layers]
+    yield "o_proj cublas + nccl + attn-res", whole
+    if not apart:
+        return
+    yield "o_proj", [u.product(i, u.plain) for i in u.layers]
+    yield "o_proj cublas", [u.product(i, u.plain, "cublas") for i in u.layers]
+    for kind, (_, call, result) in reduce.items():
+        yield f"{kind} + attn-res", [[call, *u.mix(i, result)] for i in u.layers]
+        yield f"{kind} alone", [[call] for _ in u.layers]
+
+
+Reduction = tuple[Any, Callable[[], Any], Any]
+"""Where the partial goes, the call, where the sum is."""
+
+
+def _reductions(u: Unfused, rows: int, rank: int) -> dict[str, Reduction]:
+    """All-reduces by name, each of which has made a right sum here; says of each how far off it was."""
+    import torch.distributed as dist
+
+    plain = u.plain
+    found: dict[str, Reduction] = {"nccl": (plain, lambda: dist.all_reduce(plain), plain)}
+    try:
+        found |= _symmetric(tuple(plain.shape), rank, plain)
+    except Exception as error:  # NCCL is a baseline without it
+        say(what="unfused", rows=rows, name="symmetric memory", failed=str(error)[:300])
+    off = {name: _off(one) for name, one in found.items()}
+    if rank == 0:
+        say(what="sums", rows=rows, rel=off)
+    return {name: one for name, one in found.items() if off[name] < 0.01}
+
+
+def _off(one: Reduction) -> float:
+    """Relative distance of a sum over both ranks from the sum in f32; the same on both ranks."""
     import torch
     import torch.distributed as dist
 
-    from targets.base import Options, find
-    from targets.kimi_k3.baseline import parts
-    from targets.kimi_k3.options import resolve
-    from targets.kimi_k3.ranks import tensors_of
-    from targets.kimi_k3.reference import KimiReference
-
-    options = Options(preset, None, rows)
-    w = find("kimi-k3-oproj-allreduce").workload(options)
-    run, reference = resolve(w.target, options), KimiReference()
-    tensors = {**reference.weights(w, SEED, "cuda"), **reference.inputs(w, SEED, 0, "cuda")}
-    own = tensors_of(tensors, rank)
-    make = parts.Maker(run.shape, torch.device("cuda", rank))
-    hidden, bank_rows = int(w.dims["hidden"]), int(w.dims["bank_rows"])
-    prefix, y = make.wide(), make.wide()
-    bank = torch.zeros(rows, bank_rows, hidden, dtype=torch.bfloat16, device="cuda")
-    plain = make.wide()
-    reduce: dict[str, tuple[Any, Callable[[], Any], Any]] = {
-        "nccl": (plain, lambda: dist.all_reduce(plain), plain),
-    }
-    try:
-        reduce |= _symmetric((rows, hidden), rank, plain)
-    except Exception as error:  # NCCL is a baseline without it
-        say(what="unfused", rows=rows, name="symmetric memory", failed=str(error)[:300])
-
-    layers = range(w.layers)
-
-    def mix(i: int, delta: Any) -> list[Launch]:
-        banks = parts.Banks(None, bank, prefix, 0)
-        layer = {n: own[f"weights.layers.{i}.{n}"] for n in ("res_norm", "res_proj", "out_norm")}
-        one = parts.Mix(layer["res_norm"], layer["res_proj"], layer["out_norm"])
-        # the mean number of sources in every instance: a kernel for each number would take a minute to compile
-        sources = round(sum(min(k, bank_rows) for k in layers) / len(layers))
-        made = make.attn_res(banks, one, parts.Mixed(prefix, delta, y, sources))
-        return list(made) if isinstance(made, list) else [made]
-
-    def product(i: int, out: Any, how: str) -> list[Launch]:
-        x, weight = own[f"inputs.x.{i}"], own[f"weights.layers.{i}.o_proj"]
-        if how == "cublas":
-            return [lambda: torch.mm(x, weight.t(), out=out)]
-        made = make.linear("o_proj", (x, weight, out))
-        return list(made) if isinstance(made, list) else [made]
-
-    yield "o_proj", [product(i, plain, "best") for i in layers]
-    yield "o_proj cublas", [product(i, plain, "cublas") for i in layers]
-    yield (
-        "o_proj + attn-res, no exchange",
-        [[*product(i, plain, "best"), *mix(i, plain)] for i in layers],
-    )
-    for kind, (source, call, result) in reduce.items():
-        yield f"{kind} alone", [[call] for _ in layers]
-        yield f"{kind} + attn-res", [[call, *mix(i, result)] for i in layers]
-        yield (
-            f"o_proj + {kind} + attn-res",
-            [[*product(i, source, "best"), call, *mix(i, result)] for i in layers],
-        )
+    source, call, result = one
+    torch.manual_seed(dist.get_rank())
+    source.copy_(torch.randn_like(source))
+    wanted = source.float()
+    dist.all_reduce(wanted)
+    call()
+    far = (result.float() - wanted).norm() / wanted.norm()
+    dist.all_reduce(far, dist.ReduceOp.MAX)
+    return float(far)
 
 
-def _symmetric(
-    shape: tuple[int, int], rank: int, plain: Any
-) -> dict[str, tuple[Any, Callable[[], Any], Any]]:
-    """torch's symmetric memory: (where the partial goes, the call, where the sum is). Collective; may raise."""
+def _symmetric(shape: tuple[int, ...], rank: int, plain: Any) -> dict[str, Reduction]:
+    """torch's symmetric memory. Collective; may raise."""
     import torch
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symm
