@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--set", type=setting, nargs="*", default=[], help="tunables, name=value")
     parser.add_argument(
-        "--source", help="a candidate file, or the name of another seed, such as oproj-stack"
+        "--source",
+        help="a candidate file, the name of another seed, such as oproj-stack, or persistent",
     )
     parser.add_argument(
         "--judge",

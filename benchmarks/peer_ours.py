@@ -22,14 +22,12 @@ def compile_all(options: argparse.Namespace) -> None:
     from sandbox.devices.cuda_toolchain import build
     from sandbox.jobs import CompileJob
     from targets.base import Options, find
-    from targets.kimi_k3 import seeds
 
     target = find(f"kimi-k3-{options.target}")
     extra = {"mode": "peer2"} if options.target == "decode" else {}
     source = target.seed_source()
     if options.source:
-        file = Path(options.source)
-        source = file.read_text() if file.is_file() else seeds.source(f"kimi-k3-{options.source}")
+        source = _source(options)
     settings = CompileSettings(
         options.output, idle=1, jobs=1, deadline_s=280, tier="none", trust_this_code=True
     )
@@ -42,6 +40,16 @@ def compile_all(options: argparse.Namespace) -> None:
                 raise SystemExit(f"does not compile: {found.failure}")
             build(artifact_store.load(found.artifact))
             say(what="compiled", artifact=str(found.artifact), rows=rows, set=dict(options.set))
+
+
+def _source(options: argparse.Namespace) -> str:
+    from targets.kimi_k3 import seeds
+    from targets.kimi_k3.seeds import persistent
+
+    if options.source == "persistent":
+        return persistent.source(options.target)
+    file = Path(options.source)
+    return file.read_text() if file.is_file() else seeds.source(f"kimi-k3-{options.source}")
 
 
 def workload_of(artifact: Any) -> Any:
