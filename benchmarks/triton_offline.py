@@ -49,6 +49,7 @@ class Compiling(parts.Maker):
 
     only: Tile | None = None
     pdl_asked = True
+    every_way = True
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

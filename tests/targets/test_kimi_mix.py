@@ -70,6 +70,49 @@ def test_a_librarys_products_agree_with_the_oracle(monkeypatch: pytest.MonkeyPat
         follow(workload(part, "tiny-tp2", rows=2, layers=1), 1)
 
 
+@pytest.mark.parametrize("way", [*tiles.TRIED, tiles.Way(early=False)], ids=lambda w: w.name)
+def test_every_way_of_the_experts_agrees_with_the_oracle(
+    way: tiles.Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "WAYS", {1: (way,), 16: (way,)})
+    w = workload("latent-moe", "tiny-tp2", rows=2, layers=1)
+    follow(w, 1)
+    plan = made(w, with_outputs(w, tensors(w))).plan
+    assert len(plan) == (6 if way.apart else 5)
+
+
+def test_the_fastest_way_is_taken_and_a_wrong_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    routed = importlib.import_module("targets.kimi_k3.baseline.routed").RoutedExperts
+    halves, call = routed._halves, routed.__call__
+    given: list[Any] = []
+    ways: dict[int, tiles.Way] = {}
+
+    def noted(self: Any, *operands: Any) -> Any:
+        given.append((self, operands))
+        return call(self, *operands)
+
+    def followed(self: Any, layer: Any, r: Any, how: Any) -> Any:
+        launches = halves(self, layer, r, how)
+        if how[1] == tiles.TRIED[2]:
+            launches.append(lambda: r.z.zero_())  # a way that leaves something else
+        ways[id(launches)] = how[1]
+        given.append(launches)  # ids of lists that live are their own
+        return launches
+
+    monkeypatch.setattr(routed, "__call__", noted)
+    monkeypatch.setattr(routed, "_halves", followed)
+    w = workload("latent-moe", "tiny-tp2", rows=2, layers=1)
+    made(w, with_outputs(w, tensors(w)))
+    one, operands = given[0]
+    assert one.way == tiles.TRIED[0]  # nothing is measured without a GPU
+    us = dict(zip(tiles.TRIED, (30.0, 20.0, 10.0), strict=True))
+    shelf = one.maker.shelf
+    monkeypatch.setattr(one.maker.blas, "cold", lambda launches: us[ways[id(launches)]])
+    assert one._fastest(*operands) == tiles.TRIED[1]
+    assert shelf.notes[tiles.TRIED[1].name] == "used: 20.00 us, ours 30.00 us"
+    assert shelf.notes[tiles.TRIED[2].name].startswith("skipped: differs")
+
+
 def test_a_run_that_starts_later_reads_the_earlier_bank_rows() -> None:
     follow(workload("decode", "tiny-tp2", rows=1, layers=2, extra={"first": 2}), 1)
 

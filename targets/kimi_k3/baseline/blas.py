@@ -1,17 +1,19 @@
 """Products of the mix through cuBLASLt, with launches of ours around them where a place needs more than a product.
 
-`parts.Maker` decides where. On a CPU tensor the product is torch's, for tests.
+`tiles` says where it is taken, and where it is tried when a plan is made. On a CPU tensor the product is torch's, for
+tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from targets.kimi_k3.baseline import cublaslt, libraries
+from targets.kimi_k3.baseline import cublaslt, libraries, tiles
 from targets.kimi_k3.baseline.kernels import products, rows
 from targets.kimi_k3.baseline.tiles import Tile, cdiv, power
 from targets.kimi_k3.sizes import EPS
@@ -29,6 +31,43 @@ class BlasProducts:
     def __init__(self, maker: Maker) -> None:
         self.maker = maker
         self.tuned: cublaslt.Tuned | None = None
+        self.cold = libraries.Cold()
+        self._taken: dict[str, bool] = {}
+
+    def taken(self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends) -> bool:
+        """Whether cuBLASLt does `place`: tried once on operands of the same form, with several rows on a GPU."""
+        make = self.maker
+        if place not in tiles.BLAS_TRIED or make.mp == 1:
+            return False
+        if make.every_way:
+            self(place, operands, ends)
+        if not operands[0].is_cuda:
+            return False
+        if place not in self._taken:
+            self._taken[place] = self._faster(place, operands, ends)
+        return self._taken[place]
+
+    def _faster(self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends) -> bool:
+        x, w, y = operands
+        given = (
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in (x, y)
+        )
+        x, y = given
+        x.normal_()
+        if ends.send is not None:
+            ends = replace(ends, send=torch.empty_like(ends.send))
+        try:
+            theirs = [self(place, (x, w, y), ends)]
+        except Exception as error:  # foreign code: whatever it raises, ours is used
+            self.maker.shelf.notes[f"cuBLASLt, {place}"] = (
+                f"skipped: {type(error).__name__}: {str(error)[:120]}"
+            )
+            return False
+        ours = [self.maker.triton_linear(place, (x, w, y), ends)]
+        trial = libraries.Trial(
+            f"cuBLASLt in place of ours, {place}", ours, theirs, y, least=tiles.BLAS_LEAST
+        )
+        return self.maker.shelf.better(trial, self.cold) is theirs
 
     def __call__(self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends) -> Launch:
         x, w, y = operands
@@ -75,7 +114,7 @@ class BlasProducts:
             return run
         try:
             if self.tuned is None:
-                self.tuned = cublaslt.Tuned(x.device, libraries.cold_us)
+                self.tuned = cublaslt.Tuned(x.device, self.cold)
             launch, said = self.tuned.launch(operands)
         except (cublaslt.Missing, OSError) as error:
 

@@ -68,6 +68,8 @@ class Trial:
     theirs: list[Launch]
     out: Tensor
     reset: Launch = lambda: None
+    least: float = 1.0
+    """The part of our time that theirs may take: below 1 where they break the chain of programmatic launches."""
 
 
 @dataclass
@@ -104,8 +106,11 @@ class Shelf:
             self.notes[name] = f"skipped: {type(error).__name__}: {str(error)[:120]}"
         return None
 
-    def better(self, trial: Trial) -> list[Launch]:
-        """`theirs` if it leaves the same in `out` in less time than `ours`."""
+    def better(
+        self, trial: Trial, timed: Callable[[Sequence[Launch]], float] | None = None
+    ) -> list[Launch]:
+        """`theirs` if it leaves the same in `out` in less time than `ours`, by `timed` or the shelf's own clock."""
+        clock = timed or self.timed
         try:
             values = []
             for launches in (trial.ours, trial.theirs):
@@ -117,15 +122,16 @@ class Shelf:
             if not error < SAME:
                 self.notes[trial.what] = f"skipped: differs from ours by {error:.3g}"
                 return trial.ours
-            mine, other = self.timed(trial.ours), self.timed(trial.theirs)
+            mine, other = clock(trial.ours), clock(trial.theirs)
         except Exception as error:  # foreign code: whatever it raises, ours is used
             self.notes[trial.what] = f"skipped: {type(error).__name__}: {str(error)[:120]}"
             return trial.ours
         finally:
             trial.reset()
-        said = "used" if other < mine else "slower"
+        used = other < trial.least * mine
+        said = "used" if used else "not fast enough" if other < mine else "slower"
         self.notes[trial.what] = f"{said}: {other:.2f} us, ours {mine:.2f} us"
-        return trial.theirs if other < mine else trial.ours
+        return trial.theirs if used else trial.ours
 
 
 def fla_update(f: Any, layer: Layer, given: tuple[Tensor, Tensor, Tensor]) -> Launch:
@@ -164,7 +170,10 @@ def fla_update(f: Any, layer: Layer, given: tuple[Tensor, Tensor, Tensor]) -> La
 def graph_us(launches: Sequence[Launch]) -> float:
     """Microseconds of the launches in a CUDA graph, the mean of some in a row."""
     graph: Any = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+    stream: Any = torch.cuda.current_stream()
+    if stream == torch.cuda.default_stream():  # it cannot be captured
+        stream = torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(TRIES):
             for launch in launches:
                 launch()
@@ -178,8 +187,19 @@ def graph_us(launches: Sequence[Launch]) -> float:
     return float(begin.elapsed_time(end)) * 1e3 / TRIES
 
 
-def cold_us(launches: Sequence[Launch]) -> float:
-    """The same for launches that find nothing of theirs in L2: what fills the L2 between is measured and taken off."""
-    wide = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
-    fill: list[Any] = [wide.zero_]
-    return graph_us([*fill, *launches]) - graph_us(fill)
+class Cold:
+    """The same for launches that find nothing of theirs in L2: what fills the L2 between is measured, once, and taken
+    off."""
+
+    def __init__(self) -> None:
+        self._wide: Tensor | None = None
+        self._fill_us = 0.0
+
+    def __call__(self, launches: Sequence[Launch]) -> float:
+        first = self._wide is None
+        if self._wide is None:
+            self._wide = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
+        fill: list[Any] = [self._wide.zero_]
+        if first:
+            self._fill_us = graph_us(fill)
+        return graph_us([*fill, *launches]) - self._fill_us

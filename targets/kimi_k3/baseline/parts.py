@@ -14,7 +14,8 @@ from torch import Tensor
 
 from targets.kimi_k3.baseline import libraries, tiles
 from targets.kimi_k3.baseline.blas import BlasProducts
-from targets.kimi_k3.baseline.kernels import experts, kda, mla, products, rows
+from targets.kimi_k3.baseline.kernels import kda, mla, products, rows
+from targets.kimi_k3.baseline.routed import Routed, RoutedExperts, Shared
 from targets.kimi_k3.baseline.tiles import Tile, cdiv, power
 from targets.kimi_k3.buffers import Shape
 from targets.kimi_k3.maths.layer import Layer
@@ -98,6 +99,9 @@ class Ahead:
 class Maker:
     """Launches for one shape. `pdl`: programmatic dependent launch, on GPUs that have it."""
 
+    every_way = False
+    """Make the launches of all ways there are, also those that are not chosen: for who compiles ahead."""
+
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device, self.m = shape, device, shape.rows
         self.pdl = PDL and device.type == "cuda"
@@ -110,6 +114,7 @@ class Maker:
         self._decided: dict[str, str] = {}
         self.shelf = libraries.Shelf(libraries.graph_us)
         self.blas = BlasProducts(self)
+        self.routed = RoutedExperts(self)
 
     def fixed(self, place: str) -> Tile:
         return tiles.fixed(place, self.mp)
@@ -152,12 +157,19 @@ class Maker:
     def linear(
         self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends = PLAIN
     ) -> Launch:
-        """y = x W^T; operands = (x, W, y). `place` chooses the tile."""
+        """y = x W^T; operands = (x, W, y). `place` chooses the tile, or cuBLASLt."""
+        w = operands[1]
+        chosen = tiles.product(place, (w.shape[0], w.shape[1]), self.mp).kind == "cublaslt"
+        if chosen or self.blas.taken(place, operands, ends):
+            return self.blas(place, operands, ends)
+        return self.triton_linear(place, operands, ends)
+
+    def triton_linear(
+        self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends
+    ) -> Launch:
         x, w, y = operands
         n, k = w.shape
         t = tiles.product(place, (n, k), self.mp)
-        if t.kind == "cublaslt":
-            return self.blas(place, operands, ends)
         columns = 0 if ends.tail is None else ends.tail.shape[1]
         grid = (cdiv(n, t.bn) + self.m * cdiv(columns, 1024),)
         given = [ends.norm, ends.remote, ends.send, ends.addend, ends.tail]
@@ -368,8 +380,11 @@ class Maker:
         return [
             self._front(layer, x, (logits, latent, hidden)),
             self._rank(layer, logits, (ids, scores)),
-            self._middle(layer, (latent, ids), (hidden, w["shared_down"], shared), ends),
-            self._down(layer, (ids, scores), z),
+            *self.routed(
+                layer,
+                Routed(latent, ids, scores, z),
+                Shared(hidden, w["shared_down"], shared, ends),
+            ),
             *self.normed_linear("latent_up", (z, w["latent_up"], out), join),
         ]
 
@@ -383,47 +398,6 @@ class Maker:
             rows.rank_kernel, (places + ahead.programs(t), self.m), args, t, **ahead.constants(t), EXPERTS=s.experts,
             OWN=logits.shape[1], BLOCK=power(s.experts), BE=t.bn, BO=min(t.bk, power(s.experts)), TOPK=s.topk,
             PLACES=places, OPEN=self.style.open,
-        )  # fmt: skip
-
-    def _middle(
-        self, layer: Layer, given: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor, Tensor], ends: Ends
-    ) -> Launch:  # fmt: skip
-        """The experts' first half and the shared expert's second: neither waits for the other."""
-        s, w, m = self.shape.sizes, layer.weights, self.m
-        latent, ids = given
-        x, down, y = shared
-        hidden = self.buffer("expert_hidden", m, s.topk, s.expert_dim, dtype=torch.float32)
-        up = self.fixed("up")
-        n, k = down.shape
-        # one number of warps for both halves: the product's tile keeps its shape
-        t = tiles.product("shared_down", (n, k), self.mp)
-        bw = min(up.bk, s.latent // 8 & -(s.latent // 8))
-        remote, send = (y if e is None else e for e in (ends.remote, ends.send))
-        args = (
-            latent, ids, w["w1"].view(torch.int32), w["w1_scale"], w["w3"].view(torch.int32), w["w3_scale"], hidden,
-            x, down, y, remote, send,
-        )  # fmt: skip
-        grid = (m * s.topk * s.expert_dim // up.bn + cdiv(n, t.bn),)
-        return self.launch(
-            experts.middle_kernel, grid, args, up, M=m, MP=self.mp, TOPK=s.topk, ROWS=s.expert_dim, K=s.latent,
-            BN=up.bn, BW=bw, N=n, SHARED=k, BR=t.bn, BK=t.bk, MODE=ends.mode, OWN=ends.own,
-        )  # fmt: skip
-
-    def _down(self, layer: Layer, given: tuple[Tensor, Tensor], z: Tensor) -> Launch:
-        s, w, m = self.shape.sizes, layer.weights, self.m
-        ids, scores = given
-        hidden = self.buffer("expert_hidden", m, s.topk, s.expert_dim, dtype=torch.float32)
-        t, ahead = self.fixed("down"), self.ahead(w["latent_up"], z)
-        remote = layer.remote.get("moe")
-        bw = min(t.bk, s.expert_dim // 8 & -(s.expert_dim // 8))
-        args = (
-            hidden, ids, scores, w["w2"].view(torch.int32), w["w2_scale"], z if remote is None else remote, z,
-            ahead.weights,
-        )  # fmt: skip
-        blocks = s.latent // t.bn
-        return self.launch(
-            experts.down_kernel, (blocks + ahead.programs(t), m), args, t, **ahead.constants(t), TOPK=s.topk,
-            ROWS=s.latent, K=s.expert_dim, BN=t.bn, BW=bw, REMOTE=remote is not None, BLOCKS=blocks,
         )  # fmt: skip
 
     def dense(self, layer: Layer, x: Tensor, out: Tensor) -> list[Launch]:

@@ -23,6 +23,22 @@ BLAS = Tile(0, 0, kind="cublaslt")
 """Not a tile: the product through cuBLASLt, with launches of ours before and after it where a place needs them."""
 
 
+BLAS_TRIED = (
+    "in_proj",
+    "a_proj",
+    "q_b",
+    "o_proj",
+    "shared_down",
+    "latent_up",
+    "dense_down",
+    "gemv",
+)
+"""Where a plan for several rows tries cuBLASLt when it is made; it is taken where it needs less than `BLAS_LEAST`."""
+BLAS_LEAST = 0.95
+"""Of our own product's time, alone and with a cold L2: in the step ours also starts before the launch before has ended.
+"""
+
+
 MEASURED: dict[tuple[str, int], Tile] = {("o_proj", 1): Tile(8, 512)}
 """(place, padded rows) -> what was faster in the whole step than the rule's."""
 
@@ -45,6 +61,31 @@ STYLES: dict[int, Style] = {}
 
 def style(mp: int) -> Style:
     return STYLES.get(mp, Style())
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the experts' first half runs. `apart`: in a launch of its own, not in one with the shared expert's second
+    half, whose tensor cores want shared memory with several rows. `early`: a tile is loaded while one is multiplied."""
+
+    apart: bool = False
+    early: bool = True
+
+    @property
+    def name(self) -> str:
+        beside = "apart from" if self.apart else "beside"
+        return f"experts {beside} the shared one, {'early' if self.early else 'plain'} loads"
+
+
+WAYS: dict[int, tuple[Way, ...]] = {1: (Way(),)}
+"""Padded rows -> ways to choose from, where that is settled. One row was measured in the whole step."""
+TRIED = (Way(apart=True, early=False), Way(apart=True), Way())
+"""For several rows the device decides when a plan is made; the first where nothing can be measured. On an H200, M = 64
+took 5704 us a step with the first and 7504 with the last, both with other differences beside this one."""
+
+
+def ways(mp: int) -> tuple[Way, ...]:
+    return WAYS.get(mp, TRIED)
 
 
 FIXED = {

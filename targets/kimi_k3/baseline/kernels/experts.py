@@ -46,10 +46,11 @@ def dot_both(first, second, x, PLANE: tl.constexpr):
 def middle_kernel(
     latent, ids, w1, s1, w3, s3, hidden, x, w, y, remote, send,
     M: tl.constexpr, MP: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
-    BW: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, MODE: tl.constexpr,
-    OWN: tl.constexpr, PDL: tl.constexpr,
+    BW: tl.constexpr, EARLY: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    MODE: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The experts' first half, and beside it the shared expert's second half y = W x as `linear_kernel` has it.
+    """The experts' first half, and beside it the shared expert's second half y = W x as `linear_kernel` has it; with
+    N = 0 the experts alone, whose programs then pay for no registers and shared memory of the other half.
 
     Grid (M * TOPK * ROWS / BN + N / BR): the experts' programs first.
     """
@@ -57,24 +58,44 @@ def middle_kernel(
     parts: tl.constexpr = ROWS // BN
     if pid < parts * TOPK * M:
         pair = pid // parts
-        up_rows(latent, ids, w1, s1, w3, s3, hidden, pid % parts, pair, TOPK, ROWS, K, BN, BW, PDL)
+        up_rows(
+            latent,
+            ids,
+            w1,
+            s1,
+            w3,
+            s3,
+            hidden,
+            pid % parts,
+            pair,
+            TOPK,
+            ROWS,
+            K,
+            BN,
+            BW,
+            EARLY,
+            PDL,
+        )
     else:
-        block = pid - parts * TOPK * M
-        linear_rows(
-            x, SHARED, x, 0.0, w, y, N if MODE == "plain" else OWN, remote, send, x, block, M, MP, N, SHARED, BR, BK,
-            False, MODE, OWN, PDL,
-        )  # fmt: skip
+        if N > 0:
+            block = pid - parts * TOPK * M
+            linear_rows(
+                x, SHARED, x, 0.0, w, y, N if MODE == "plain" else OWN, remote, send, x, block, M, MP, N, SHARED, BR,
+                BK, False, MODE, OWN, PDL,
+            )  # fmt: skip
 
 
 @triton.jit
 def up_rows(
     latent, ids, w1, s1, w3, s3, hidden, block, pair,
-    TOPK: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
+    TOPK: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden f32 [M, TOPK, 8 planes of ROWS / 8] = bf(SiTU(w1 l, w3 l)) SHIFT; latent f32 [M, 8 planes of K / 8].
 
-    w1, w3 i32 [experts, ROWS, K / 8]; s1, s3 u8 [experts, ROWS, K / 32]. The next tile is on its way while one is
-    multiplied. This is a block of BN rows of one pair (row m, slot)."""
+    w1, w3 i32 [experts, ROWS, K / 8]; s1, s3 u8 [experts, ROWS, K / 32]. EARLY: the next tile is on its way while one
+    is multiplied, in registers that other programs do without. This is a block of BN rows of one pair (row m, slot).
+    """
     m = pair // TOPK
     WORDS: tl.constexpr = K // 8
     n = block * BN + tl.arange(0, BN)
@@ -84,26 +105,37 @@ def up_rows(
     row = tl.load(ids + pair) * ROWS + n
     at = row[:, None] * WORDS + j[None, :]
     scale = row[:, None] * (WORDS // 4) + g[None, :]
-    first = tl.load(w1 + at, eviction_policy="evict_first")
-    third = tl.load(w3 + at, eviction_policy="evict_first")
-    scale1 = tl.load(s1 + scale)
-    scale3 = tl.load(s3 + scale)
     gate = tl.zeros([BN, BW // 4], dtype=tl.float32)
     up = tl.zeros([BN, BW // 4], dtype=tl.float32)
-    for k in range(0, WORDS, BW):
-        now1 = first
-        now3 = third
-        by1 = group_scale(scale1)
-        by3 = group_scale(scale3)
-        there = (k + BW + j < WORDS)[None, :]
-        first = tl.load(w1 + at + k + BW, mask=there, other=0, eviction_policy="evict_first")
-        third = tl.load(w3 + at + k + BW, mask=there, other=0, eviction_policy="evict_first")
-        inside = (k // 4 + BW // 4 + g < WORDS // 4)[None, :]
-        scale1 = tl.load(s1 + scale + k // 4 + BW // 4, mask=inside, other=0)
-        scale3 = tl.load(s3 + scale + k // 4 + BW // 4, mask=inside, other=0)
-        a, b = dot_both(now1, now3, latent + m * K + (k + j)[None, :], WORDS)
-        gate += tl.sum(tl.reshape(a, [BN, BW // 4, 4]), 2) * by1
-        up += tl.sum(tl.reshape(b, [BN, BW // 4, 4]), 2) * by3
+    values = latent + m * K + j[None, :]
+    if EARLY:
+        first = tl.load(w1 + at, eviction_policy="evict_first")
+        third = tl.load(w3 + at, eviction_policy="evict_first")
+        scale1 = tl.load(s1 + scale)
+        scale3 = tl.load(s3 + scale)
+        for k in range(0, WORDS, BW):
+            now1 = first
+            now3 = third
+            by1 = group_scale(scale1)
+            by3 = group_scale(scale3)
+            there = (k + BW + j < WORDS)[None, :]
+            first = tl.load(w1 + at + k + BW, mask=there, other=0, eviction_policy="evict_first")
+            third = tl.load(w3 + at + k + BW, mask=there, other=0, eviction_policy="evict_first")
+            inside = (k // 4 + BW // 4 + g < WORDS // 4)[None, :]
+            scale1 = tl.load(s1 + scale + k // 4 + BW // 4, mask=inside, other=0)
+            scale3 = tl.load(s3 + scale + k // 4 + BW // 4, mask=inside, other=0)
+            a, b = dot_both(now1, now3, values + k, WORDS)
+            gate += tl.sum(tl.reshape(a, [BN, BW // 4, 4]), 2) * by1
+            up += tl.sum(tl.reshape(b, [BN, BW // 4, 4]), 2) * by3
+    else:
+        for k in range(0, WORDS, BW):
+            one = tl.load(w1 + at + k, eviction_policy="evict_first")
+            other = tl.load(w3 + at + k, eviction_policy="evict_first")
+            scale_one = group_scale(tl.load(s1 + scale + k // 4))
+            scale_other = group_scale(tl.load(s3 + scale + k // 4))
+            c, d = dot_both(one, other, values + k, WORDS)
+            gate += tl.sum(tl.reshape(c, [BN, BW // 4, 4]), 2) * scale_one
+            up += tl.sum(tl.reshape(d, [BN, BW // 4, 4]), 2) * scale_other
     to = hidden + pair * ROWS + n % 8 * (ROWS // 8) + n // 8
     tl.store(to, bf(situ(tl.sum(gate, 1), tl.sum(up, 1))) * SHIFT)
 
