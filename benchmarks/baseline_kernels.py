@@ -171,14 +171,25 @@ def _unlinked(bench: Bench, one: Any) -> Any:
     return again
 
 
+def settle(one: Any) -> None:
+    """What the device chose when this plan was made holds for later ones: to try it again takes seconds."""
+    make = one.make
+    if make.routed.way is not None:
+        tiles.WAYS[make.mp] = (make.routed.way,)
+    tiles.MEASURED.update({(place, make.mp): tiles.BLAS for place in make.blas.places})
+    tiles.BLAS_TRIED = ()
+
+
 def tune(bench: Bench, seconds: float) -> dict[str, Any]:
     """Every tile of `variants` at one place after the other, kept where the whole step is faster by it."""
     end = time.monotonic() + seconds
     asked = recorder(tiles)
-    mp = bench.prepared("mix").make.mp
+    chosen = bench.prepared("mix")
+    settle(chosen)
+    mp = chosen.make.mp
     first = best = bench.us(bench.prepared("mix"))
     seen: dict[str, float] = {}
-    for place in [p for p in PLACES if p in asked]:
+    for place in [p for p in PLACES if p in asked and asked[p].kind == "triton"]:
         for tile in variants(asked[place], mp):
             if time.monotonic() > end:
                 break

@@ -34,6 +34,11 @@ class BlasProducts:
         self.cold = libraries.Cold()
         self._taken: dict[str, bool] = {}
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where it was tried and is taken."""
+        return tuple(place for place, yes in self._taken.items() if yes)
+
     def taken(self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends) -> bool:
         """Whether cuBLASLt does `place`: tried once on operands of the same form, with several rows on a GPU."""
         make = self.maker
