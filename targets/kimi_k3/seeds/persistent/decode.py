@@ -55,16 +55,22 @@ from targets.kimi_k3.seeds.persistent.mix import (
 from targets.kimi_k3.seeds.persistent.mla import cache_of, fill_cache, mla
 from targets.kimi_k3.seeds.persistent.moe_dense import Space, dense
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_dense
-from targets.kimi_k3.seeds.persistent.plan import STRIDE, Op, refuse_others, share
+from targets.kimi_k3.seeds.persistent.plan import STRIDE, refuse_others, share
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
+from targets.kimi_k3.seeds.persistent.unit_plan import DecodeOp, ring_stage
+from targets.kimi_k3.seeds.persistent.units import choose_alone
 from targets.kimi_k3.seeds.persistent.vectors import load_x
 
 TUNABLES = {
     "ring_stages": (5, 6, 7, 4, 3, 2),
-    "stage_bytes": (28672, 14336),
+    "stage_bytes": (28672, 14336, 2560),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "in_flight": (1, 2, 0, 3, 4),
+    "hungry": (3, 0, 2, 4, 5),
+    "units": (1, 0),
+    "couples": (2, 1),
+    "idle": (0, 1, 2),
     "missing": (0, 4, 16, 64),
     "jitter": (0, 16384),
     "spin_limit": (0, 2000000, 200000),
@@ -143,6 +149,10 @@ def write_list(c: Ctx, op: cutlass.Constexpr):
     for k in cutlass.range_constexpr(len(found)):
         for j in cutlass.range_constexpr(6):
             c.list[6 * k + j] = Int32(found[k][j])
+
+
+@cute.jit
+def write_small(c: Ctx, op: cutlass.Constexpr):
     lines = small(op.d)
     for k in cutlass.range_constexpr(len(lines)):
         for j in cutlass.range_constexpr(4):
@@ -151,9 +161,14 @@ def write_list(c: Ctx, op: cutlass.Constexpr):
 
 @cute.jit
 def prefetch(c: Ctx, layer: Int32, op: cutlass.Constexpr):
-    """The small vectors of a layer into L2: otherwise their first use costs a trip to memory behind an edge."""
+    """The small vectors of a layer into L2: otherwise their first use costs a trip to memory behind an edge.
+
+    By one lane or, with units, by the lanes of a warp."""
     what = Int32(field(c, layer, F["kind"], COUNT))
-    for k in cutlass.range(len(small(op.d)), unroll=1):
+    first, every = Int32(0), 1
+    if cutlass.const_expr(op.units):
+        first, every = c.lane, 32
+    for k in cutlass.range(first, len(small(op.d)), every, unroll=1):
         row = cute.make_tensor(c.list.iterator + 60 + 4 * k, cute.make_layout((4,)))
         if what & row[2] == row[3]:
             start = c.tab[layer * COUNT + row[0]]
@@ -205,11 +220,14 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
     d = op.d
     it, routed = Int32(0), Int32(0)
     write_list(c, op)
+    if cutlass.const_expr(not op.units):
+        write_small(c, op)
     for ahead_ in cutlass.range(d.layers + 1, unroll=1):
         # small things a layer ahead
-        if ahead_ < d.layers:
-            prefetch(c, ahead_, op)
-            prefetch_parts(c, ahead_, io, op)
+        if cutlass.const_expr(not op.units):
+            if ahead_ < d.layers:
+                prefetch(c, ahead_, op)
+                prefetch_parts(c, ahead_, io, op)
         layer = ahead_ - 1
         if layer >= 0:
             what = Int32(field(c, layer, F["kind"], COUNT))
@@ -229,6 +247,67 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
                 if what & IS_DENSE == 0:
                     it = fill_ffn(c, layer, it, routed, op)
                     routed += 1
+
+
+IDLE_PIECE, IDLE_PAUSE = 14336, 1400
+"""Bytes that a CTA asks L2 for at once, and nanoseconds until it asks again: a third of what memory can bring."""
+
+
+@cute.jit
+def trickle(c: Ctx, start: Int64, size: Int32, op: cutlass.Constexpr):
+    """A piece of memory into L2, slowly; twice as fast if there is more to bring."""
+    for at_ in cutlass.range(0, size, IDLE_PIECE, unroll=1):
+        to_l2(start + Int64(at_), size - at_ if size - at_ < IDLE_PIECE else Int32(IDLE_PIECE))
+        cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(IDLE_PAUSE // op.idle)])
+
+
+@cute.jit
+def trickle_rows(
+    c: Ctx, layer: Int32, name: cutlass.Constexpr, rows: cutlass.Constexpr, row_bytes: cutlass.Constexpr,
+    op: cutlass.Constexpr,
+):  # fmt: skip
+    """This CTA's rows of a matrix."""
+    first, n = share(rows, c.cta, op.ctas)
+    start = field(c, layer, F[name], COUNT) + Int64(first) * row_bytes
+    trickle(c, start, n * row_bytes, op)
+
+
+@cute.jit
+def bring_idle(c: Ctx, layer: Int32, mlas: Int32, op: cutlass.Constexpr):
+    """While MLA number `mlas` waits for itself and the ring is full, what comes after it into L2."""
+    d = op.d
+    cute.arch.mbarrier_wait(c.routed + 1, mlas & 1)
+    if c.lane == 0:
+        trickle_rows(c, layer, "o_proj", d.hidden, 2 * d.mla_dim, op)
+        if cutlass.const_expr(op.idle > 1 and "E" in d.ffn):
+            if Int32(field(c, layer, F["kind"], COUNT)) & IS_DENSE == 0:
+                trickle_rows(c, layer, "router", d.router_rows, 2 * d.hidden, op)
+                trickle_rows(c, layer, "latent_down", d.latent_rows, 2 * d.hidden, op)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def choose_all(c: Ctx, io: Io, op: cutlass.Constexpr):
+    """The launch of the warp that chooses experts: what a layer needs early into L2, then its choice."""
+    d = op.d
+    if c.lane == 0:
+        write_small(c, op)
+    cute.arch.sync_warp()
+    number, mlas = Int32(0), Int32(0)
+    for layer in cutlass.range(d.layers, unroll=1):
+        prefetch(c, layer, op)
+        if c.lane == 0:
+            prefetch_parts(c, layer, io, op)
+        cute.arch.sync_warp()
+        if cutlass.const_expr(op.idle > 0 and "M" in d.attn):
+            if Int32(field(c, layer, F["kind"], COUNT)) & IS_MLA != 0:
+                bring_idle(c, layer, mlas, op)
+                mlas += 1
+        if cutlass.const_expr("E" in d.ffn):
+            if Int32(field(c, layer, F["kind"], COUNT)) & IS_DENSE == 0:
+                mIds = at(Int32, io.ids.iterator.toint() + Int64(number * d.topk * 4), d.topk)
+                choose_alone(c, layer, number, mIds, op)
+                number += 1
 
 
 class Half(NamedTuple):
@@ -448,13 +527,16 @@ def decode_kernel(
     names: cutlass.Constexpr,
     op: cutlass.Constexpr,
 ):
-    """Grid (ctas), cooperative; op.warps consumer warps and a producer warp."""
+    """Grid (ctas), cooperative; op.warps consumer warps, a producer warp and, with units, one that chooses experts."""
     c = open_cta(
         layers, mSync, mMail, phases, names, tuple(kind(op.d, n) for n in range(op.d.layers)), op
     )
     if c.warp == op.warps:
         if c.lane == 0:
             produce(c, io, op)
+    elif c.warp > op.warps:
+        if cutlass.const_expr(op.units):
+            choose_all(c, io, op)
     else:
         size = op.d.hidden * 2 * max(1, op.d.bank_rows - op.d.bank_old)
         consume(c, io, ws, mBank.iterator.toint() + Int64(c.cta) * size, op)
@@ -463,17 +545,24 @@ def decode_kernel(
 def shape(dims, cfg):
     refuse_others(dims)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
-    op = Op(
+    ctas, units = cfg.ctas or fits, bool(cfg.units) and dims.gpus == 1
+    # who brings what MLA leaves idle must have chosen before the next MLA
+    with_experts = all(f == "E" for a, f in zip(dims.attn, dims.ffn, strict=True) if a == "M")
+    op = DecodeOp(
         dims,
-        cfg.ctas or fits,
+        ctas,
         cfg.consumer_warps,
-        cfg.stage_bytes,
+        ring_stage(dims, ctas, cfg.consumer_warps, cfg.stage_bytes, units),
         cfg.ring_stages,
         cfg.spin_limit,
         in_flight=cfg.in_flight,
         jitter=cfg.jitter,
         missing=cfg.missing,
         kept=True,
+        hungry=cfg.hungry,
+        couples=cfg.couples,
+        idle=cfg.idle if units and with_experts else 0,
+        units=units,
     )
     used = (
         op.stages * op.stage + 4 * STRIDE * (op.part_rows + op.reductions) + 8 * dims.layers * COUNT
@@ -527,6 +616,6 @@ def step(t, cfg, stream):
     decode_kernel(
         tensors, io, ws, w.bank, w.mail, w.sync, timeline.buffer(t, cfg), names, op
     ).launch(
-        grid=(op.ctas, 1, 1), block=(op.threads + 32, 1, 1), stream=stream, cooperative=True,
+        grid=(op.ctas, 1, 1), block=(op.block, 1, 1), stream=stream, cooperative=True,
         min_blocks_per_mp=1,
     )  # fmt: skip

@@ -16,7 +16,8 @@ EVICT_FIRST = 0x12F0000000000000
 class Ctx(NamedTuple):
     """Where a thread is, and the shared memory of its CTA.
 
-    ring: stages of weights (words); full, empty: mbarriers, one each a stage; routed: mbarrier, the ids are known;
+    ring: stages of weights (words); full, empty: mbarriers, one each a stage; routed: mbarrier, the ids are known, and
+    behind it one that says that MLA begins to wait, where `Op.idle` wants it;
     part, red: sums of warps; tab: addresses by layer and field; sync: counters of the edges (global), a line each:
     ALL at 0, ROUTE at 32, the record of a spin that gave up at 64, what the counters were at the launch from 96; mail:
     boxes of what CTAs send each other (global); track, brought: timelines of consumers and producer, None in a normal
@@ -296,6 +297,12 @@ def words_at(address: Int64, i: Int32, r: cute.Tensor):
 
 
 @cute.jit
+def within(i: Int32, n: Any):
+    """i, or the last of n: a load is waited for at the end of a branch, so loads stand in none."""
+    return i if i < n else n - 1
+
+
+@cute.jit
 def view(c: Ctx, dtype: cutlass.Constexpr, offset: cutlass.Constexpr, n: cutlass.Constexpr):
     """n elements of the scratch pool, `offset` bytes in."""
     pointer = cute.recast_ptr(c.pool.iterator + offset // 4, dtype=dtype)
@@ -393,16 +400,39 @@ def ahead(c: Ctx, address: Int64, n: Int32, most_: cutlass.Constexpr, op: cutlas
 
 
 @cute.jit
+def passed(bar: Any, parity: Int32):
+    """1 if the phase of that parity of an mbarrier is over, else 0. Asks once."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        mbarrier.test_wait.parity.shared::cta.b64 p, [{$r0}], {$r1};
+        selp.b32 {$w0}, 1, 0, p;
+        }""",
+        write_only_types=[Int32],
+        read_only_args=[Int32(bar.toint()), parity],
+    )
+
+
+@cute.jit
 def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr):
     """Slot of stage number `it`, once its last use is over and few enough stages are on their way.
 
     What is on its way queues before everything else in the memory system: with a whole ring of 200 KB a CTA an edge
-    takes 3 us instead of 0.6.
+    takes 3 us instead of 0.6. But consumers that find nothing in the ring wait for one stage after another, the longer
+    the slower their SM is: while fewer than `hungry` stages are on their way or there, the next one waits for none.
     """
     slot = it % op.stages
     if it >= op.stages:
         cute.arch.mbarrier_wait(c.empty + slot, (it // op.stages - 1) & 1)
-    if cutlass.const_expr(0 < op.in_flight < op.stages):
+    if cutlass.const_expr(0 < op.in_flight < getattr(op, "hungry", 0) <= op.stages):
+        near, far = it - op.in_flight, it - op.hungry
+        if far >= 0:
+            ready = Int32(0)
+            while ready == 0:
+                ready = passed(c.full + near % op.stages, (near // op.stages) & 1)
+                if ready == 0:
+                    ready = passed(c.empty + far % op.stages, (far // op.stages) & 1)
+    elif cutlass.const_expr(0 < op.in_flight < op.stages):
         before = it - op.in_flight
         if before >= 0:
             cute.arch.mbarrier_wait(c.full + before % op.stages, (before // op.stages) & 1)
@@ -569,6 +599,85 @@ def load_row(c: Ctx, first: Int32, rW: cute.Tensor, g: cutlass.Constexpr):
                 cute.autovec_copy(cute.local_tile(c.ring, (4,), (first + i,)), rW[None, v])
 
 
+def four_in_hand(g):
+    """Whether stages have so many rows that a warp takes four at once: then a stage is one turn, not two."""
+    return not g.pair and g.per == 1 and g.chunk >= 4 * g.passes
+
+
+def one_in_hand(g, op):
+    """Whether a stage has just two rows of `hidden` columns, single or a pair."""
+    pair = op.rows(g.k, pair=True)
+    return g.k == op.wide.k and op.wide.chunk == 2 and pair.chunk == 1
+
+
+@cute.jit
+def drain_four(
+    c: Ctx,
+    it: Int32,
+    rows: Int32,
+    base: Int32,
+    rX: cute.Tensor,
+    g: cutlass.Constexpr,
+    op: cutlass.Constexpr,
+):
+    """`drain` of single rows, four in hand: their sums travel between lanes together."""
+    rC = cute.make_rmem_tensor(cute.make_layout((4, 2)), Float32)
+    r = cute.make_rmem_tensor(cute.make_layout((4, g.per, 4)), Uint32)
+    for first in cutlass.range(0, rows, g.chunk, unroll=1):
+        slot = stage_full(c, it, op)
+        n = rows - first if rows - first < g.chunk else Int32(g.chunk)
+        if c.warp < g.width * g.passes:
+            for i in cutlass.range(4 * (c.warp // g.width), n, 4 * g.passes, unroll=1):
+                for k in cutlass.range_constexpr(4):
+                    start = slot * (op.stage // 16) + within(i + k, n) * g.vecs
+                    load_row(c, start, r[None, None, k], g)
+                rC.fill(0.0)
+                for v in cutlass.range_constexpr(g.per):
+                    mma_rows(rC[None, 0], r[None, v, 0], r[None, v, 1], rX[None, v])
+                    mma_rows(rC[None, 1], r[None, v, 2], r[None, v, 3], rX[None, v])
+                x, y = diagonal(c, rC[None, 0])
+                z, w = diagonal(c, rC[None, 1])
+                x = x + cute.arch.shuffle_sync_bfly(y, offset=1)
+                z = z + cute.arch.shuffle_sync_bfly(w, offset=1)
+                x = x + cute.arch.shuffle_sync_bfly(z, offset=2)
+                for k in cutlass.range_constexpr(3):
+                    x = x + cute.arch.shuffle_sync_bfly(x, offset=(4, 9, 18)[k])
+                if c.lane < 4 and i + c.lane < n:
+                    c.part[(base + first + i + c.lane) * STRIDE + c.warp % g.width] = x
+        stage_done(c, slot)
+        it += 1
+    return it
+
+
+@cute.jit
+def drain_two(
+    c: Ctx, it: Int32, rows: Int32, pairs: Boolean, base: Int32, rX: cute.Tensor, op: cutlass.Constexpr
+):  # fmt: skip
+    """`drain_wide` where a stage has two rows: it is given back as soon as they are in registers."""
+    g = op.wide
+    chunk = Int32(1) if pairs else Int32(2)
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rB = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    for first in cutlass.range(0, rows, chunk, unroll=1):
+        slot = stage_full(c, it, op)
+        n = Int32(1) if rows - first < chunk else Int32(2)
+        # warps beyond the width make sums that nobody keeps
+        load_row(c, slot * (op.stage // 16), rA, g)
+        load_row(c, slot * (op.stage // 16) + (n - 1) * g.vecs, rB, g)
+        stage_done(c, slot)
+        rC.fill(0.0)
+        for v in cutlass.range_constexpr(g.per):
+            mma_rows(rC, rA[None, v], rB[None, v], rX[None, v])
+        x, y = diagonal(c, rC)
+        total = diagonal_sum(x, y)
+        if c.lane < n and c.warp < g.width:
+            row = 2 * first if pairs else first
+            c.part[(base + row + c.lane) * STRIDE + c.warp] = total
+        it += 1
+    return it
+
+
 @cute.jit
 def drain(
     c: Ctx,
@@ -580,6 +689,26 @@ def drain(
     op: cutlass.Constexpr,
 ):
     """part[base + row, warp of the row] for `rows` rows (pairs: 2 row is gate, 2 row + 1 up); rX words [4, per]."""
+    if cutlass.const_expr(getattr(op, "couples", 1) > 1 and four_in_hand(g)):
+        it = drain_four(c, it, rows, base, rX, g, op)
+    elif cutlass.const_expr(getattr(op, "couples", 1) > 1 and one_in_hand(g, op)):
+        it = drain_two(c, it, rows, Boolean(g.pair), base, rX, op)
+    else:
+        it = drain_rows(c, it, rows, base, rX, g, op)
+    return it
+
+
+@cute.jit
+def drain_rows(
+    c: Ctx,
+    it: Int32,
+    rows: Int32,
+    base: Int32,
+    rX: cute.Tensor,
+    g: cutlass.Constexpr,
+    op: cutlass.Constexpr,
+):
+    """`drain`, two rows in hand."""
     halves = 2 if g.pair else 1
     rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
     rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
@@ -614,6 +743,18 @@ def drain_wide(
 ):  # fmt: skip
     """`drain` for rows of `hidden` columns, single or in pairs as the caller finds at run time: one copy of the code
     serves them all."""
+    if cutlass.const_expr(getattr(op, "couples", 1) > 1 and one_in_hand(op.wide, op)):
+        it = drain_two(c, it, rows, pairs, base, rX, op)
+    else:
+        it = drain_wide_rows(c, it, rows, pairs, base, rX, op)
+    return it
+
+
+@cute.jit
+def drain_wide_rows(
+    c: Ctx, it: Int32, rows: Int32, pairs: Boolean, base: Int32, rX: cute.Tensor, op: cutlass.Constexpr
+):  # fmt: skip
+    """`drain_wide`, whatever a stage holds."""
     g, h = op.wide, op.rows(op.d.hidden, pair=True)
     chunk = Int32(h.chunk) if pairs else Int32(g.chunk)
     halves = Int32(2) if pairs else Int32(1)

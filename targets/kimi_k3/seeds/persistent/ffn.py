@@ -1,9 +1,10 @@
-"""The FFN with experts in the decode step: its pieces are those of `moe`, its order covers what the chain waits for.
+"""The FFN with experts in the decode step, in one of two orders that both cover what the chain of FFNs waits for.
 
-The latent goes with the router's logits, and the shared expert's first half comes after the choice: while experts are
-chosen and their first rows are on the way, the ring still has rows to bring. The shared expert's second half comes
-after the experts' first, so that h travels meanwhile. Who needs the latent or the shared expert's hidden vector looks
-into its box, without an edge: both were posted some microseconds before.
+`units`: a warp of its own chooses while the shared expert is made, both halves of it, and experts come last. `rows`:
+all warps choose, the shared expert's first half comes after the choice (while experts are chosen and their first rows
+are on the way, the ring still has rows to bring) and its second half after the experts' first, so that h travels
+meanwhile; who needs the latent or the shared expert's hidden vector looks into its box, without an edge: both were
+posted some microseconds before.
 """
 
 import cutlass
@@ -32,6 +33,13 @@ from targets.kimi_k3.seeds.persistent.moe_experts import experts_down, experts_u
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_down, fill_up
 from targets.kimi_k3.seeds.persistent.moe_route import choose, load_bias
 from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.units import (
+    ask_latent,
+    fill_experts,
+    keep_latent,
+    units_down,
+    units_up,
+)
 from targets.kimi_k3.seeds.persistent.vectors import load_norm, situ_pair
 
 # ---- producer
@@ -69,16 +77,27 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
     first, n = share(d.latent_rows, c.cta, op.ctas)
     latent = (field(c, layer, F["latent_down"], COUNT) + Int64(first) * row, Int32(n))
     it = fill_two(c, it, router, latent, op)
-    for part in cutlass.range(3, unroll=1):
-        it = bring(c, layer, it, 6 + part, op)
-        if part == 0:
-            timeline.mark(c.brought, "routing", layer, kind="wait")
-            cute.arch.mbarrier_wait(c.routed, routing & 1)
-            timeline.mark(c.brought, "bring experts", layer)
-            it = fill_up(c, layer, it, op)
-        elif part == 1:
-            it = bring(c, layer, it, Int32(9), op)
-            it = fill_down(c, layer, it, op)
+    if cutlass.const_expr(op.units):
+        for part in cutlass.range(4, unroll=1):
+            which = 6 + part if part < 2 else 11 - part
+            if part == 3:
+                timeline.mark(c.brought, "routing", layer, kind="wait")
+                cute.arch.mbarrier_wait(c.routed, routing & 1)
+                timeline.mark(c.brought, "bring experts", layer)
+                it = fill_experts(c, layer, it, op)
+                it = fill_down(c, layer, it, op)
+            it = bring(c, layer, it, which, op)
+    else:
+        for part in cutlass.range(3, unroll=1):
+            it = bring(c, layer, it, 6 + part, op)
+            if part == 0:
+                timeline.mark(c.brought, "routing", layer, kind="wait")
+                cute.arch.mbarrier_wait(c.routed, routing & 1)
+                timeline.mark(c.brought, "bring experts", layer)
+                it = fill_up(c, layer, it, op)
+            elif part == 1:
+                it = bring(c, layer, it, Int32(9), op)
+                it = fill_down(c, layer, it, op)
     return it
 
 
@@ -86,7 +105,7 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
 
 
 @cute.jit
-def post_front(c: Ctx, pairs: Boolean, turn: Int32, op: cutlass.Constexpr):
+def post_front(c: Ctx, layer: Int32, pairs: Boolean, turn: Int32, op: cutlass.Constexpr):
     """This CTA's logits and latent, or its elements of the shared expert's hidden vector."""
     d, width = op.d, op.wide.width
     first_r, n_r = share(d.router_rows, c.cta, op.ctas)
@@ -117,7 +136,8 @@ def ffn(
     """The FFN of a layer with experts, number `number` of the launch; delta is posted, not yet hinted at."""
     it, edge = at_
     turn = turn_of(c, number)
-    rBias = load_bias(c, layer, op)
+    if cutlass.const_expr(not op.units):
+        rBias = load_bias(c, layer, op)
     _, n_r = share(op.d.router_rows, c.cta, op.ctas)
     _, n_l = share(op.d.latent_rows, c.cta, op.ctas)
     _, n_s = share(op.d.shared_dim, c.cta, op.ctas)
@@ -125,15 +145,34 @@ def ffn(
         timeline.mark(c.track, "front", layer)
         it = drain_wide(c, it, n_s if part == 1 else n_r + n_l, part == 1, Int32(0), rX, op)
         consumers(op)
-        post_front(c, part == 1, turn, op)
+        post_front(c, layer, part == 1, turn, op)
         if part == 0:
             hint(c, op, ROUTE)
-            timeline.mark(c.track, "edge route", layer, kind="edge")
-            wait(c, number + 1, op, ROUTE, False, op.missing)
-            timeline.mark(c.track, "choose", layer)
-            choose(c, layer, turn, rBias, mIds, op)
-        else:
+            if cutlass.const_expr(not op.units):
+                timeline.mark(c.track, "edge route", layer, kind="edge")
+                wait(c, number + 1, op, ROUTE, False, op.missing)
+                timeline.mark(c.track, "choose", layer)
+                choose(c, layer, turn, rBias, mIds, op)
+        elif cutlass.const_expr(not op.units):
             consumers(op)
+    if cutlass.const_expr(op.units):
+        it, edge = units(c, layer, number, (it, edge), op)
+    else:
+        it, edge = rows(c, layer, turn, (it, edge), op)
+    hint(c, op)
+    edge += 1
+    timeline.mark(c.track, "edge z", layer, kind="edge")
+    rN = load_norm(c, field(c, layer, F["latent_norm"], COUNT), op.rows(op.d.latent))
+    wait(c, edge, op, acquire=False, missing=op.missing)
+    timeline.mark(c.track, "up projection", layer)
+    it = up_projection(c, rN, turn, it, None, op)
+    return it, edge
+
+
+@cute.jit
+def rows(c: Ctx, layer: Int32, turn: Int32, at_: tuple, op: cutlass.Constexpr):
+    """Box z, with experts whose pairs of rows warps have whole; the shared expert's second half between theirs."""
+    it, edge = at_
     timeline.mark(c.track, "experts up", layer)
     it = experts_up(c, layer, turn, it, op)
     hint(c, op)
@@ -143,12 +182,29 @@ def ffn(
     timeline.mark(c.track, "edge h", layer, kind="edge")
     wait(c, edge, op, acquire=False, missing=op.missing)
     timeline.mark(c.track, "experts down", layer)
-    it = experts_down(c, layer, turn, it, op)
+    return experts_down(c, layer, turn, it, op), edge
+
+
+@cute.jit
+def units(c: Ctx, layer: Int32, number: Int32, at_: tuple, op: cutlass.Constexpr):
+    """Box z, with experts in units; the shared expert's second half comes first, while a warp chooses."""
+    it, edge = at_
+    turn = turn_of(c, number)
     hint(c, op)
     edge += 1
-    timeline.mark(c.track, "edge z", layer, kind="edge")
-    rN = load_norm(c, field(c, layer, F["latent_norm"], COUNT), op.rows(op.d.latent))
+    timeline.mark(c.track, "edge front", layer, kind="edge")
     wait(c, edge, op, acquire=False, missing=op.missing)
-    timeline.mark(c.track, "up projection", layer)
-    it = up_projection(c, rN, turn, it, None, op)
-    return it, edge
+    timeline.mark(c.track, "shared down", layer)
+    rL = ask_latent(c, layer, turn, op)
+    it = shared_down(c, layer, turn, it, op)
+    keep_latent(c, turn, rL, op)
+    timeline.mark(c.track, "routing", layer, kind="wait")
+    cute.arch.mbarrier_wait(c.routed, number & 1)
+    timeline.mark(c.track, "experts up", layer)
+    it = units_up(c, turn, it, op)
+    hint(c, op)
+    edge += 1
+    timeline.mark(c.track, "edge h", layer, kind="edge")
+    wait(c, edge, op, acquire=False, missing=op.missing)
+    timeline.mark(c.track, "experts down", layer)
+    return units_down(c, layer, turn, it, op), edge

@@ -605,6 +605,9 @@ def mla(
     rUk = load_uk(c, layer, op)
     rN = load_norm(c, field(c, layer, F["q_a_norm"], COUNT), g)
     wait(c, edge, op, acquire=False, missing=op.missing)
+    if cutlass.const_expr(op.idle > 0):
+        if c.tid == 0:
+            cute.arch.mbarrier_arrive(c.routed + 1)
     timeline.mark(c.track, "q_b", layer)
     a = box(c, "a", turn, op)
     load_mail(c, a, rQ, g, op)

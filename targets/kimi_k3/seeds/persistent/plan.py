@@ -170,6 +170,9 @@ class Op:
     many stages may be on their way at once, 0 for the whole ring. direct: who needs values of other CTAs waits for them
     alone: 1 within an instance, 2 from one to the next too, whose edge is passed only before boxes are used again.
     jitter: delays of up to so many ns (a power of two) before some arrivals, to look for hangs; 0 but in soaks.
+    hungry: while fewer stages than this are on their way or wait for the consumers, `in_flight` does not hold.
+    idle: while MLA waits, memory brings o_proj (1), and the front of the FFN too (2), into L2, a little at a time.
+    couples: pairs of rows in hand where a stage has many; then, where it has two, it is given back before its product.
     missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. kept: the
     prefix, and the bank's rows if there is room, stay in shared memory.
     """
@@ -186,6 +189,9 @@ class Op:
     jitter: int = 0
     missing: int = 0
     kept: bool = False
+    hungry: int = 0
+    couples: int = 1
+    idle: int = 0
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0

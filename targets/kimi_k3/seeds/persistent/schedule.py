@@ -3,8 +3,8 @@
 Why it cannot hang, in words: every CTA arrives at edge e of a line before it waits for it, and waits in one order that
 all share, so the slowest CTA never waits for itself. A producer waits for a free stage, which the consumers of its own
 CTA give back in order without waiting for anything behind it in the list, and for the routing, which they publish
-before they take the first stage of an expert. `simulate` runs exactly these rules for all CTAs and says who stands
-still if one does.
+before they take the first stage of an expert: themselves, or, with units, a warp of their CTA that waits for nothing
+but the logits. `simulate` runs exactly these rules for all CTAs and says who stands still if one does.
 
 Boxes behind an edge add nothing to this: who looks into one waits for an element whose owner posts it before it
 arrives (or hints) at the edge that was waited for, and posting waits for nobody. Four boxes are looked into without
@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from targets.kimi_k3.seeds.persistent.plan import CodeRows, Op, Rows, share
-from targets.kimi_k3.seeds.persistent.tile_plan import TileOp
+from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE, TileOp
+from targets.kimi_k3.seeds.persistent.unit_plan import DecodeOp
 
 Event = tuple[Any, ...]
 """Consumers: ("take", label), ("hold", labels), ("arrive", line), ("wait", line, edge), ("route",), ("post", box,
-layer), ("look", box, layer, CTAs that post there); the lines are those of `device`, ALL and ROUTE.
+layer), ("look", box, layer, CTAs that post there), ("routed", turn); the lines are those of `device`, ALL and ROUTE.
+The warp that chooses, where there is one: ("wait", "route", edge), after which the choice is known.
 Producer: ("stage", label, bytes), ("routed", turn). A label is (matrix, layer, first row, rows)."""
 
 
@@ -35,6 +37,7 @@ class Lists:
 
     produce: list[Event] = field(default_factory=list)
     consume: list[Event] = field(default_factory=list)
+    choose: list[Event] = field(default_factory=list)
 
 
 def lists(op: Op, cta: int, length: int) -> Lists:
@@ -136,19 +139,28 @@ def _moe(op: Op, cta: int, n: int, out: Lists, edge: int, routed: int) -> int:
     first = sum(share(rows, cta, op.ctas)[0] for rows in (d.router_rows, d.latent_rows))
     count = sum(share(rows, cta, op.ctas)[1] for rows in (d.router_rows, d.latent_rows))
     _rows(out, "front", n, op.wide, (first, count))
-    out.consume += [("post", "latent", n), ("arrive", "route"), ("wait", "route", routed + 1), ("route",)]
+    units = isinstance(op, DecodeOp) and op.units
+    out.consume += [("post", "latent", n), ("arrive", "route")]
+    if units:
+        out.choose.append(("wait", "route", routed + 1))
+    else:
+        out.consume += [("wait", "route", routed + 1), ("route",)]
     pair = op.rows(d.hidden, pair=True)
     _rows(out, "shared_gate_up", n, pair, share(d.shared_dim, cta, op.ctas))
-    out.consume += [("post", "hs", n), ("look", "latent", n, tuple(range(op.ctas)))]
+    if units:
+        edge = _edge(out, edge)
+        _shared_down(op, cta, n, out)
+        out.consume.append(("routed", routed))
+    else:
+        out.consume += [("post", "hs", n), ("look", "latent", n, tuple(range(op.ctas)))]
     out.produce.append(("routed", routed))
     for label, size in _experts_up(op, cta, n):
         out.produce.append(("stage", label, size))
         out.consume.append(("take", label))
-    out.consume += [("arrive", "all"), ("look", "hs", n, tuple(range(op.ctas)))]
-    down = op.rows(d.shared_dim)
-    _rows(out, "shared_down", n, down, share(d.hidden_local, cta, op.ctas))
-    first, rows = share(d.hidden - d.hidden_local, cta, op.ctas)
-    _rows(out, "shared_down", n, down, (d.hidden_local + first, rows))
+    out.consume.append(("arrive", "all"))
+    if not units:
+        out.consume.append(("look", "hs", n, tuple(range(op.ctas))))
+        _shared_down(op, cta, n, out)
     edge += 1
     out.consume.append(("wait", "all", edge))
     for label, size in _experts_down(op, cta, n):
@@ -159,12 +171,24 @@ def _moe(op: Op, cta: int, n: int, out: Lists, edge: int, routed: int) -> int:
     return edge
 
 
+def _shared_down(op: Op, cta: int, n: int, out: Lists) -> None:
+    d, down = op.d, op.rows(op.d.shared_dim)
+    _rows(out, "shared_down", n, down, share(d.hidden_local, cta, op.ctas))
+    first, rows = share(d.hidden - d.hidden_local, cta, op.ctas)
+    _rows(out, "shared_down", n, down, (d.hidden_local + first, rows))
+
+
 def _bytes(g: CodeRows, rows: int) -> int:
     return g.parts * rows * (g.code_bytes + g.scale_bytes)
 
 
 def _experts_up(op: Op, cta: int, n: int) -> Iterator[tuple[Event, int]]:
     d, g = op.d, op.up
+    if isinstance(op, DecodeOp) and op.units:
+        first, many = share(d.topk * op.tile.up_units, cta, op.ctas)
+        for u in range(first, first + many):
+            yield ("w13", n, CODE_TILE * u, CODE_TILE), op.tile.up_bytes
+        return
     at, rows = share(d.topk * d.expert_dim, cta, op.ctas, g.unit)
     end = at + rows
     while at < end:
@@ -191,13 +215,18 @@ class _Cta:
     freed: int = 0
     p: int = 0
     c: int = 0
+    k: int = 0
     arrived: dict[str, int] = field(default_factory=lambda: {"all": 0, "route": 0})
     routes: int = 0
     order: list[Event] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
-        return self.p == len(self.lists.produce) and self.c == len(self.lists.consume)
+        return (
+            self.p == len(self.lists.produce)
+            and self.c == len(self.lists.consume)
+            and self.k == len(self.lists.choose)
+        )
 
 
 def simulate(op: Op | TileOp, programs: Sequence[Lists]) -> str:
@@ -208,7 +237,7 @@ def simulate(op: Op | TileOp, programs: Sequence[Lists]) -> str:
         moved = False
         arrivals = {line: min(c.arrived[line] for c in ctas) for line in ("all", "route")}
         for number, c in enumerate(ctas):
-            while _produce(op, c):
+            while _produce(op, c) or _choose(c, arrivals):
                 moved = True
             try:
                 while _consume(c, number, arrivals, posted):
@@ -245,12 +274,23 @@ def _produce(op: Op | TileOp, c: _Cta) -> bool:
     return True
 
 
+def _choose(c: _Cta, arrivals: dict[str, int]) -> bool:
+    """The warp that chooses: one event of its own, a choice, if all logits are there."""
+    if c.k == len(c.lists.choose) or arrivals["route"] < c.lists.choose[c.k][2]:
+        return False
+    c.routes += 1
+    c.k += 1
+    return True
+
+
 def _consume(c: _Cta, number: int, arrivals: dict[str, int], posted: set[Event]) -> bool:
     """One event of CTA `number`, if it can go on. posted: (box, layer, CTA)."""
     if c.c == len(c.lists.consume):
         return False
     event = c.lists.consume[c.c]
     if event[0] == "wait" and arrivals[event[1]] < event[2]:
+        return False
+    if event[0] == "routed" and c.routes <= event[1]:
         return False
     if event[0] == "look" and any((*event[1:3], owner) not in posted for owner in event[3]):
         return False

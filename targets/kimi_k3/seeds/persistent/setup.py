@@ -34,7 +34,8 @@ def open_cta(
         ).iterator,
         cute.make_layout((op.stages * op.stage // 4,)),
     )  # fmt: skip
-    bars = smem(Int64, (2 * op.stages + 1,), (1,)).iterator
+    more = 2 if cutlass.const_expr(getattr(op, "idle", 0) > 0) else 1
+    bars = smem(Int64, (2 * op.stages + more,), (1,)).iterator
     c = Ctx(
         tid, warp, tid % 32, cta, ring, bars, bars + op.stages, bars + 2 * op.stages,
         smem(Float32, (op.part_rows * STRIDE,), (1,)), smem(Float32, (op.reductions * STRIDE,), (1,)),
@@ -53,6 +54,8 @@ def open_cta(
             cute.arch.mbarrier_init(c.full + s, 1)
             cute.arch.mbarrier_init(c.empty + s, op.warps)
         cute.arch.mbarrier_init(c.routed, 1)
+        if cutlass.const_expr(getattr(op, "idle", 0) > 0):
+            cute.arch.mbarrier_init(c.routed + 1, 1)
     for n in cutlass.range_constexpr(d.layers):
         if tid == 32 * (n % op.warps):
             for i in cutlass.range_constexpr(len(names[n])):

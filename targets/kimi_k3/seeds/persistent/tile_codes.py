@@ -1,12 +1,17 @@
-"""MXFP4 codes of the tile kernel: from the ring to bf16 operands of an MMA, exactly."""
+"""MXFP4 codes of the tile kernel: from the ring to bf16 operands of an MMA, exactly, and products of sixteen rows.
+
+`c` is any context with a ring, a warp and a lane: of the tile kernel or of the decode step.
+"""
+
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint8, Uint32
+from cutlass import Float32, Int32, Uint8, Uint32
 
 from targets.kimi_k3.seeds.latent_moe import scale_word
 from targets.kimi_k3.seeds.persistent.device import mma_rows
-from targets.kimi_k3.seeds.persistent.tile_device import Tiles
+from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE
 
 CODE_SCALE_T = 2.0**62
 """Expanded codes are 2^-62 of their value."""
@@ -36,7 +41,7 @@ def spread(word: Uint32, scale: Uint32):
 
 
 @cute.jit
-def group_of(c: Tiles, at_code: Int32, at_scale: Int32):
+def group_of(c: Any, at_code: Int32, at_scale: Int32):
     """(codes, factor) of one group of 32: four words from the ring, 16 bytes times `at_code` in."""
     rW = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
     cute.autovec_copy(cute.local_tile(c.ring, (4,), (at_code,)), rW)
@@ -52,9 +57,50 @@ def codes_times(rC: cute.Tensor, a: tuple, b: tuple, rX: cute.Tensor):
 
 
 @cute.jit
-def wanted(c: Tiles, op: cutlass.Constexpr):
+def wanted(c: Any, op: cutlass.Constexpr):
     """How many experts the tokens want."""
     found = Int32(op.d.topk)
     if cutlass.const_expr(op.tokens > 1):
         found = c.count[0]
     return found
+
+
+@cute.jit
+def unit_times(c: Any, slot: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
+    """rC[4] of sixteen rows, even ones of w1 and odd ones of w3; this warp's columns."""
+    g = op.up
+    rC = cute.make_rmem_tensor(cute.make_layout((4, op.up_chunks)), Float32)
+    rC.fill(0.0)
+    half, i = c.lane // 4 % 2, c.lane // 8
+    code = (slot * op.stage + half * op.up_block) // 16 + i * (g.code_bytes // 16)
+    scale = slot * op.stage + op.up_scales + (half * CODE_TILE + i) * g.scale_bytes
+    for v in cutlass.range_constexpr(op.up_chunks):
+        j = (c.warp * op.up_chunks + v) * 4 + c.lane % 4
+        codes_times(
+            rC[None, v], group_of(c, code + j, scale + j),
+            group_of(c, code + 4 * (g.code_bytes // 16) + j, scale + 4 * g.scale_bytes + j), rL[None, None, v],
+        )  # fmt: skip
+    for v in cutlass.range_constexpr(1, op.up_chunks):
+        for e in cutlass.range_constexpr(4):
+            rC[e, 0] = rC[e, 0] + rC[e, v]
+    return rC
+
+
+@cute.jit
+def piece_times(
+    c: Any, piece: Int32, tile: Int32, v: cutlass.Constexpr, given: tuple, op: cutlass.Constexpr
+):  # fmt: skip
+    """rC += chunk v of the rows 16 tile .. of the piece at byte `piece` of the ring times rX."""
+    rC, rX, n = given
+    g = op.down
+    groups = op.d.expert_dim // 32
+    a = tile * 16 + c.lane // 4
+    b = a + 8 if a + 8 < n else n - 1
+    a = a if a < n else n - 1
+    scales = piece + op.down_rows * g.code_bytes
+    j = 4 * v + c.lane % 4
+    j = j if j < groups else groups - 1
+    codes_times(
+        rC, group_of(c, piece // 16 + a * (g.code_bytes // 16) + j, scales + a * g.scale_bytes + j),
+        group_of(c, piece // 16 + b * (g.code_bytes // 16) + j, scales + b * g.scale_bytes + j), rX,
+    )  # fmt: skip

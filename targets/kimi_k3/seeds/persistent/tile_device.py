@@ -20,6 +20,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     stage_free,
     stage_full,
     wait,
+    within,
 )
 from targets.kimi_k3.seeds.persistent.fields import MOE, REMOTE
 
@@ -340,12 +341,6 @@ def drain_tiles(
 def columns_of(c: Tiles, t: cutlass.Constexpr, g: cutlass.Constexpr):
     """Which 16 bytes of a row of x this thread has as its t-th."""
     return (t // 2 * g.active * 2 + c.warp * 2 + t % 2) * 4 + c.lane % 4
-
-
-@cute.jit
-def within(i: Int32, n: Any):
-    """i, or the last of n: a load is waited for at the end of a branch, so loads stand in none."""
-    return i if i < n else n - 1
 
 
 @cute.jit

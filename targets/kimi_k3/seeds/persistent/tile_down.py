@@ -21,8 +21,8 @@ from targets.kimi_k3.seeds.persistent.device import (
 from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.tile_codes import (
     CODE_SCALE_T,
-    codes_times,
     group_of,
+    piece_times,
     spread,
     wanted,
 )
@@ -99,26 +99,6 @@ def hidden_alone(
         for k in cutlass.range_constexpr(4):
             i = (expert * groups + group) * 4 + k
             cute.autovec_copy(cute.local_tile(c.vec, (4,), (i,)), rX[None, k])
-
-
-@cute.jit
-def piece_times(
-    c: Tiles, piece: Int32, tile: Int32, v: cutlass.Constexpr, given: tuple, op: cutlass.Constexpr
-):  # fmt: skip
-    """rC += chunk v of the rows 16 tile .. of the piece at byte `piece` of the ring times rX."""
-    rC, rX, n = given
-    g = op.down
-    groups = op.d.expert_dim // 32
-    a = tile * 16 + c.lane // 4
-    b = a + 8 if a + 8 < n else n - 1
-    a = a if a < n else n - 1
-    scales = piece + op.down_rows * g.code_bytes
-    j = 4 * v + c.lane % 4
-    j = j if j < groups else groups - 1
-    codes_times(
-        rC, group_of(c, piece // 16 + a * (g.code_bytes // 16) + j, scales + a * g.scale_bytes + j),
-        group_of(c, piece // 16 + b * (g.code_bytes // 16) + j, scales + b * g.scale_bytes + j), rX,
-    )  # fmt: skip
 
 
 @cute.jit

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import situ
 from targets.kimi_k3.seeds.latent_moe import pair_up
@@ -16,7 +16,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     stage_full,
 )
 from targets.kimi_k3.seeds.persistent.plan import share
-from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, codes_times, group_of, wanted
+from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, unit_times, wanted
 from targets.kimi_k3.seeds.persistent.tile_device import (
     COUNT_T,
     T,
@@ -134,27 +134,6 @@ def latent_alone(c: Tiles, op: cutlass.Constexpr):
             i = op.d.shared_dim // 8 + latent_place(c, k, op)
             cute.autovec_copy(cute.local_tile(c.vec, (4,), (i,)), rL[None, k % 4, k // 4])
     return rL
-
-
-@cute.jit
-def unit_times(c: Tiles, slot: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
-    """rC[4] of sixteen rows, even ones of w1 and odd ones of w3; this warp's columns."""
-    g = op.up
-    rC = cute.make_rmem_tensor(cute.make_layout((4, op.up_chunks)), Float32)
-    rC.fill(0.0)
-    half, i = c.lane // 4 % 2, c.lane // 8
-    code = (slot * op.stage + half * op.up_block) // 16 + i * (g.code_bytes // 16)
-    scale = slot * op.stage + op.up_scales + (half * CODE_TILE + i) * g.scale_bytes
-    for v in cutlass.range_constexpr(op.up_chunks):
-        j = (c.warp * op.up_chunks + v) * 4 + c.lane % 4
-        codes_times(
-            rC[None, v], group_of(c, code + j, scale + j),
-            group_of(c, code + 4 * (g.code_bytes // 16) + j, scale + 4 * g.scale_bytes + j), rL[None, None, v],
-        )  # fmt: skip
-    for v in cutlass.range_constexpr(1, op.up_chunks):
-        for e in cutlass.range_constexpr(4):
-            rC[e, 0] = rC[e, 0] + rC[e, v]
-    return rC
 
 
 @cute.jit

@@ -9,6 +9,7 @@ import pytest
 from targets.base import Options, find
 from targets.kimi_k3.seeds.persistent.plan import Op
 from targets.kimi_k3.seeds.persistent.schedule import lists, simulate, validate
+from targets.kimi_k3.seeds.persistent.unit_plan import DecodeOp, ring_stage
 
 SMEM = 232448
 
@@ -18,9 +19,21 @@ def op_of(preset: str, layers: int, ctas: int, stages: int = 7, stage: int = 286
     return Op(SimpleNamespace(**dims), ctas, 14, stage, stages, 0)
 
 
-@pytest.mark.parametrize(
-    ("preset", "layers", "ctas"), [("tiny", 6, 16), ("tiny-tp2", 6, 4), ("tp8", 4, 132), ("tp16", 4, 132)]
-)  # fmt: skip
+def units_of(preset: str, layers: int, ctas: int, stages: int = 5) -> DecodeOp:
+    dims = SimpleNamespace(**find("kimi-k3-decode").workload(Options(preset, layers, 1)).dims)
+    stage = ring_stage(dims, ctas, 14, 28672, True)
+    return DecodeOp(dims, ctas, 14, stage, stages, 0, kept=True, units=True)
+
+
+WORKLOADS = [("tiny", 6, 16), ("tiny-tp2", 6, 4), ("tp8", 4, 132), ("tp16", 4, 132)]
+
+
+@pytest.mark.parametrize(("preset", "layers", "ctas"), WORKLOADS)
+def test_ends_with_a_warp_that_chooses(preset: str, layers: int, ctas: int) -> None:
+    assert validate(units_of(preset, layers, ctas), 90) == ""
+
+
+@pytest.mark.parametrize(("preset", "layers", "ctas"), WORKLOADS)
 @pytest.mark.parametrize("length", [0, 1, 90])
 def test_ends(preset: str, layers: int, ctas: int, length: int) -> None:
     assert validate(op_of(preset, layers, ctas), length) == ""
@@ -71,6 +84,29 @@ def test_a_lost_event_is_found(part: str, event: tuple[str, ...] | None) -> None
     assert simulate(op, programs) != ""
 
 
+@pytest.mark.parametrize(
+    ("part", "event"),
+    [("choose", ("wait", "route", 2)), ("consume", ("arrive", "route")), ("consume", ("post", "q", 3))],
+)  # fmt: skip
+def test_a_lost_choice_is_found(part: str, event: tuple[str, ...]) -> None:
+    op = units_of("tiny", 4, 16)
+    programs = [lists(op, cta, 90) for cta in range(op.ctas)]
+    getattr(programs[3], part).remove(event)
+    assert simulate(op, programs) != ""
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tp8", "tp16"])
+def test_units_are_whole_rows_of_every_chosen_expert(preset: str) -> None:
+    op = units_of(preset, 4, 16 if preset == "tiny" else 132)
+    found: list[int] = []
+    for cta in range(op.ctas):
+        for event in lists(op, cta, 0).produce:
+            if event[0] == "stage" and event[1][:2] == ("w13", 2):
+                assert event[2] <= op.stage and event[1][3] <= 8
+                found.extend(range(event[1][2], event[1][2] + event[1][3]))
+    assert sorted(found) == list(range(op.d.topk * op.d.expert_dim))
+
+
 def test_stages_in_another_order_are_found() -> None:
     op = op_of("tiny", 2, 16)
     programs = [lists(op, cta, 90) for cta in range(op.ctas)]
@@ -92,3 +128,6 @@ def test_pool_and_ring_fit() -> None:
     op = op_of("tp8", 12, 132)
     fixed = op.stages * op.stage + op.part_rows * 17 * 4 + op.pool
     assert fixed < SMEM
+    op = units_of("tp8", 12, 132)
+    fixed = op.stages * op.stage + op.part_rows * 17 * 4 + op.pool + 4 * op.kept_words
+    assert fixed < SMEM and op.choice_at >= 2 * op.d.latent

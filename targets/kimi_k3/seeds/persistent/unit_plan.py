@@ -1,0 +1,76 @@
+"""Sizes of the decode step whose routed experts are units of tiles and are chosen by a warp of their own.
+
+Plain Python, computed while compiling. No CuTe DSL.
+"""
+
+from dataclasses import dataclass
+
+from targets.kimi_k3.seeds.persistent.plan import Op
+from targets.kimi_k3.seeds.persistent.tile_plan import TileOp, refuse_others_tiles
+
+
+@dataclass(frozen=True)
+class Units(TileOp):
+    """The tile kernel's sizes in a ring whose stages somebody else chose."""
+
+    ring: int = 0
+
+    @property
+    def stage(self):
+        return self.ring
+
+    @property
+    def up_half(self):
+        """Warps have whole 128 columns here, or none."""
+        return False
+
+
+@dataclass(frozen=True)
+class DecodeOp(Op):
+    """`Op` of the decode step. units: experts as `units` has them, else as `moe_experts`."""
+
+    units: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.units and "E" in self.d.ffn:
+            refuse_others_tiles(self.d)
+            if self.tile.up_bytes > self.stage:
+                raise ValueError(
+                    f"a unit of experts is {self.tile.up_bytes} bytes, a stage {self.stage}"
+                )
+
+    @property
+    def tile(self):
+        return Units(self.d, self.ctas, self.warps, 0, self.spin, ring=self.stage)
+
+    @property
+    def block(self):
+        """Threads of a CTA: consumers, a producer warp, with units a warp that chooses experts."""
+        return self.threads + (64 if self.units else 32)
+
+    @property
+    def part_rows(self):
+        rows = Op.part_rows.fget(self)
+        if not self.units or "E" not in self.d.ffn:
+            return rows
+        return max(rows, 16 * self.tile.held, 16 * self.tile.down_tiles)
+
+    @property
+    def choice_at(self):
+        """Where in the pool the choosing warp's scratch is: behind the latent, which is there at the same time."""
+        return -(-2 * self.d.latent // 128) * 128
+
+    @property
+    def pool(self):
+        size = Op.pool.fget(self)
+        if not self.units or "E" not in self.d.ffn:
+            return size
+        return -(-max(size, self.choice_at + 128 + 10 * self.d.experts) // 16) * 16
+
+
+def ring_stage(dims, ctas, warps, wanted, units):
+    """Bytes of a stage: as many as wanted, or as a unit of experts takes."""
+    if not units or "E" not in dims.ffn:
+        return wanted
+    return max(wanted, -(-TileOp(dims, ctas, warps, 0, 0).up_bytes // 128) * 128)
