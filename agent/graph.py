@@ -201,6 +201,14 @@ class Engine:
             Command(resume=dict(reply)), self.config, durability="sync", interrupt_after=["review"]
         )
 
+    def settle(self) -> None:
+        """Finish an answer that a kill cut off after the review had taken it and before its checkpoint: it is
+        answered, and nothing waits.
+        """
+        found = self.graph.get_state(self.config)
+        if not found.next and [task.name for task in found.tasks] == ["review"]:
+            self.graph.invoke(None, self.config, durability="sync", interrupt_after=["review"])
+
     def send_back(self, reply: Mapping[str, Any]) -> None:
         """Open another round of a run that has ended; `reply` is as for `answer`."""
         self.graph.update_state(self.config, {"stop": None, "stale": 0}, as_node="review")

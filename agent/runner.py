@@ -184,6 +184,7 @@ def advance(r: Run) -> Ended:
     record.changed(r.session.place.db, r.id, state="running", stop=None, updated=now())
     try:
         with beating(r.ledger, deps.files.clock), engine(r.session.place.db, r.id, r.settings) as e:
+            e.settle()
             if e.at_rest():
                 e.reopen()
             stopped = e.advance(deps, r.session.drain)

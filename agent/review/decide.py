@@ -25,6 +25,8 @@ from agent.workspace import Place
 
 KINDS = ("approve", "reject", "send_back")
 LONGEST_NOTE = 8000
+RESTING = ("review", "done", "spent")
+"""States of the record in which nothing works on a run and nothing is left to do."""
 EFFECTS = {
     "answered": "the run's review is answered", "reopened": "the run is open again",
     "busy": "the run is at work: its next round reads the note", "recorded": "recorded",
@@ -175,16 +177,24 @@ def _tell(place: Place, queries: Queries, run: Mapping[str, Any], d: Decision) -
 
 
 def _answer(e: Engine, run: Mapping[str, Any], d: Decision) -> str:
+    """The record is behind the graph where a kill came between the two, as the same decision then
+    came: it is told once more what became of the run.
+    """
+    e.settle()
+    asked = run["state"] == "review"
     if not e.at_rest():
+        if d.kind == "send_back" and run["state"] in RESTING:
+            return "answered" if asked else "reopened"
         return "recorded"  # killed or waiting: the next round reads the note anyway
     at_review = e.at_review()
     if d.kind == "send_back":
         (e.answer if at_review else e.send_back)(_reply(d))
         return "answered" if at_review else "reopened"
-    if at_review and d.seq == run["incumbent"]:
+    if d.seq != run["incumbent"] or not (at_review or asked):
+        return "recorded"
+    if at_review:
         e.answer(_reply(d))
-        return "answered"
-    return "recorded"
+    return "answered"
 
 
 def _reply(d: Decision) -> dict[str, Any]:
