@@ -31,6 +31,8 @@ MAX_AGENTS = 4096
 MAX_CLUSTERS = 1 << 24
 MAX_MEMORY = 6 << 30
 MAX_CELL_BYTES = 4 << 30
+MOST_OBJECTS = 1 << 17
+MAX_OBJECT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,14 @@ class Running:
         return report.failure(self.record, self.work.kernel, self.work.launch, self.work.regions)
 
     def results(self) -> tuple[Counts, list[Failure]]:
-        """Counts and findings of a launch that has ended."""
+        """Counts and findings of a launch that has ended. Raises Refused if it used more barriers and flags than the
+        race check has room for: what it found is then worth nothing."""
         record, keep, w = self.record, self._keep, self.work
+        if 4 * record.get(L.C_USED) > 3 * record.get(L.C_ROOM):
+            what = f"over {record.get(L.C_ROOM)} barriers and flags in {w.launch.kernel[:80]}"
+            raise Refused(
+                Status.UNSUPPORTED, Failure("cpu-exact", f"the race check cannot follow {what}")
+            )
         counts = Counts(
             keep["counters"], keep["sampled"], record.get(L.C_BULKBYTES), record.get(L.C_BULKWRITTEN),
             record.get(L.C_BARRIERS), record.get(L.C_CLUSTERPHASES), _site_regions(keep["sites"], w.regions),
@@ -286,9 +294,13 @@ def _race(
         if r.written:
             out[f"cells {i}"] = np.zeros(r.size * L.CELL, np.uint8)
             table[i, 3] = int(out[f"cells {i}"].ctypes.data)
+    room = L.OBJECTS
+    while room < MOST_OBJECTS and 2 * room * agents * 4 <= MAX_OBJECT_BYTES:
+        room *= 2
+    record.put(L.C_ROOM, room)
     sizes = {
         L.C_VC: agents * agents, L.C_FENCEVC: agents * agents, L.C_READVC: agents * agents,
-        L.C_OBJECTVC: L.OBJECTS * agents, L.C_OBJECTS: 2 * L.OBJECTS, L.C_LANESYNC: agents,
+        L.C_OBJECTVC: room * agents, L.C_OBJECTS: 2 * room, L.C_LANESYNC: agents,
     }  # fmt: skip
     for offset, count in sizes.items():
         out[f"race {offset}"] = np.zeros(count, np.uint32)

@@ -74,6 +74,8 @@ C_SAVEDEFF = 592  # forced rounds: effects when the hash was kept, rounds since,
 C_SINCE = 600
 C_SPAN = 608
 C_UNSET = 616  # secret of what memory and registers hold before they are written
+C_ROOM = 624  # race check: places for synchronisation objects, a power of two; how many were wanted
+C_USED = 632
 C_BYTES = 640
 
 # --- BLOCK
@@ -142,7 +144,7 @@ PARAM_TAG = 0x60000000
 # access flags
 LOAD, STORE, ATOMIC, ASYNC, STRONG = 1, 2, 4, 8, 128
 CELL = 48  # bytes of race information per byte of memory
-OBJECTS = 8192
+OBJECTS = 8192  # places at least
 GLOBAL, GENERIC, SHARED, LOCAL, PARAM = 0, 16, 32, 48, 64
 SPACE_MASK = 112
 

@@ -45,14 +45,20 @@ def rt_race_start(ctx: i64, b: i64) -> i64:
 
 
 def rt_object(ctx: i64, key: i64, make: i64) -> i64:
-    """Clock of a synchronisation object, by address; 0 if there is none (or no room)."""
+    """Clock of a synchronisation object, by address; 0 if there is none, or no room: then C_USED says so, and what the
+    check finds is worth nothing."""
     table = ld64(ctx + C_OBJECTS)
-    h = lshr(key * 0x9E3779B97F4A7C15, 51)
-    for i in range(OBJECTS):
-        slot = (h + i) & (OBJECTS - 1)
+    room = ld64(ctx + C_ROOM)
+    h = lshr(key * 0x9E3779B97F4A7C15, 32)
+    for i in range(room):
+        slot = (h + i) & (room - 1)
         have = ld64(table + slot * 8)
         if have == 0:
-            if make == 0 or i > OBJECTS // 2:
+            if make == 0:
+                return 0
+            used = ld64(ctx + C_USED) + 1
+            st64(ctx + C_USED, used)
+            if used * 4 > room * 3:
                 return 0
             st64(table + slot * 8, key)
             have = key
@@ -117,9 +123,10 @@ def rt_race_store(ctx: i64, b: i64, t: i64, p: i64, release: i64) -> i64:
     if release:
         return rt_race_release(ctx, b, t, p)
     agent = rt_agent(ctx, b, t)
-    vc = rt_object(ctx, p, 1)
+    fenced = ld64(ctx + C_FENCEVC) + agent * ld64(ctx + C_AGENTS) * 4
+    vc = rt_object(ctx, p, ld32(fenced + agent * 4) != 0)  # without a fence it releases nothing
     if vc:
-        rt_join(ctx, vc, ld64(ctx + C_FENCEVC) + agent * ld64(ctx + C_AGENTS) * 4)
+        rt_join(ctx, vc, fenced)
     return 0
 
 

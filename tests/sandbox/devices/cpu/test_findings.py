@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sandbox.devices.base import Faulted
+from sandbox.devices.base import Faulted, Refused
+from sandbox.devices.cpu import execute
 from sandbox.devices.cpu.device import CpuDevice
 from sandbox.verdict import Status
 from tests.sandbox.devices.cpu.harness import Shape, kernel, run
@@ -241,3 +242,33 @@ def test_the_languages_meaning_in_python_is_what_the_compiled_runtime_does() -> 
         for i in range(500):
             word = (i * 2654435761) & (0xFFFF if name == "rt_half_value" else 0xFFFFFFFF)
             assert getattr(rt_float, name)(word) == compiled(word), (name, hex(word))
+
+
+FLAGS = """
+mov.b32 %r1, 0; mul.wide.u32 %rd1, %r99, 64; add.s64 %rd2, %rd100, %rd1;
+again: st.{order}.gpu.global.b32 [%rd2], %r99; add.s64 %rd2, %rd2, 4;
+add.s32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 16; @%p1 bra again;
+mov.b32 %r2, sm; shl.b32 %r3, %r99, 2; add.s32 %r4, %r2, %r3; st.shared.b32 [%r4], %r99;
+bar.sync 0;
+sub.s32 %r5, 4092, %r3; add.s32 %r6, %r2, %r5; ld.shared.b32 %r7, [%r6]; st.global.b32 [%rd101], %r7; ret;
+"""
+
+
+@pytest.mark.parametrize("order", ["relaxed", "release"])
+def test_more_flags_than_the_race_check_has_room_for_are_no_races(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags without a fence order nothing and take no room; of others too many are a refusal, not a false alarm."""
+    monkeypatch.setattr(execute, "MOST_OBJECTS", 0)
+    flags, out = torch.zeros(1024 * 16, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    text = kernel(FLAGS.format(order=order), "pp", extra=SMEM).replace(
+        "st.global.b32 [%rd101]",
+        "mul.wide.u32 %rd3, %r99, 4; add.s64 %rd4, %rd101, %rd3; st.global.b32 [%rd4]",
+    )
+    shape = Shape(block=(1024, 1, 1), smem=4096)
+    if order == "release":
+        with pytest.raises(Refused, match="cannot follow over 8192 barriers and flags"):
+            run(text, [flags, out], shape, device=exact())
+        return
+    assert rules(run(text, [flags, out], shape, device=exact())) == set()
+    assert out.tolist() == list(range(1023, -1, -1))
