@@ -51,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         help="artifacts that `fused` judges at the end; verdicts to -o",
     )
     parser.add_argument(
+        "--baselines", nargs="*", default=[], help="of the judgements, such as nccl"
+    )
+    parser.add_argument(
         "--no-compare", action="store_true", help="do not compare with the reference"
     )
     parser.add_argument("--commit", default="", help="is put into each row")

@@ -99,10 +99,10 @@ def fused(options: argparse.Namespace) -> None:
             }
             say(**row, seconds=round(time.perf_counter() - begin, 2))
         for folder in options.judge:
-            judged(device, Path(folder), options.output)
+            judged(device, Path(folder), options)
 
 
-def judged(device: Any, folder: Path, output: Path) -> None:
+def judged(device: Any, folder: Path, given: argparse.Namespace) -> None:
     """Judge an artifact at tier screen in this process, which is not confined; the verdict goes into a file."""
     from sandbox import artifact_store
     from sandbox.jobs import JudgeJob
@@ -114,13 +114,18 @@ def judged(device: Any, folder: Path, output: Path) -> None:
     fields = {
         "preset": o.preset, "layers": o.layers, "rows": o.rows, "context": o.context, "extra": dict(o.extra),
     }  # fmt: skip
-    verdict = judge.run(JudgeJob(folder, artifact.target, fields, "cuda", baselines=()), device)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / f"{artifact.sha256[:12]}.json").write_text(json.dumps(verdict.to_json(), indent=1))
+    named = tuple(given.baselines)
+    job = JudgeJob(folder, artifact.target, fields, "cuda", baselines=named)
+    verdict = judge.run(job, device)
+    given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / f"{artifact.sha256[:12]}.json").write_text(
+        json.dumps(verdict.to_json(), indent=1)
+    )
     timing = verdict.timing.workloads[0] if verdict.timing else None
     say(
         what="judged", target=artifact.target, workload=dict(artifact.workload), status=str(verdict.status),
         failure=verdict.failure.message[:600] if verdict.failure else None, us=timing.us if timing else None,
-        checked=list(verdict.checked), ranks=verdict.profile.get("ranks"),
+        checked=list(verdict.checked), best_baseline=timing.best_baseline if timing else None,
+        skipped=dict(timing.detail.get("skipped", {})) if timing else None, ranks=verdict.profile.get("ranks"),
         seconds=round(time.perf_counter() - begin, 2),
     )  # fmt: skip

@@ -203,6 +203,8 @@ def _captured(case: Case, chain: Callable[[], None]) -> tuple[Callable[[], None]
     """A replay of what `chain` launches, and how many kernels that is; 0 where they cannot be counted."""
     if case.device.torch_device == "cpu":
         return chain, 0
+    if case.ranks > 1:  # a graph for each rank; such a baseline makes no memory while it runs
+        return case.device.record(chain).launch, 0
     graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
     # torch's own capture: its allocator keeps the intermediates of a graph apart
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):

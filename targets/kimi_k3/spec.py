@@ -59,7 +59,7 @@ from functools import partial
 from sandbox.artifact import on_rank
 from targets.base import Floor, Options, Workload, register
 from targets.kimi_k3 import floors, seeds
-from targets.kimi_k3.baseline import BASELINES, STRONG
+from targets.kimi_k3.baseline import BASELINES, PAIRED_BASELINES, STRONG
 from targets.kimi_k3.brief import brief as equations
 from targets.kimi_k3.layout import BUILD
 from targets.kimi_k3.options import PAIRED, counts, dims, resolve
@@ -82,14 +82,13 @@ class KimiTarget:
 
     @property
     def baselines(self) -> Mapping[str, str]:
-        """Name -> `module:Class` with `prepare(w, tensors)` (once) and `step()` (capturable, writes in place). The
-        pieces on two GPUs have none: NCCL wants processes of its own (benchmarks/peer.py)."""
-        return {} if self.part in PAIRED else BASELINES
+        """Name -> `module:Class` with `prepare(w, tensors)` (once) and `step()` (capturable, writes in place)."""
+        return PAIRED_BASELINES if self.part in PAIRED else BASELINES
 
     @property
     def strong_baselines(self) -> tuple[str, ...]:
         """Without one of these nobody may speak of the best baseline."""
-        return STRONG
+        return () if self.part in PAIRED else STRONG
 
     def model_layers(self, options: Options) -> int:
         """Layers of the whole model, of which a workload is a slice."""
