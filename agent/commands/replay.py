@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import click
 from agent import ranking
 from agent import trajectory as course
 from agent.commands import common
+from agent.commands.rejudge import rejudge
 from agent.store import Queries, Store
+from agent.workspace import Place
 
 
 @click.command("trajectory")
@@ -50,6 +53,8 @@ def trajectory_(run: str, output: Path | None, db: Path, out: Path | None, as_js
 @common.machine_options
 @click.option("--confirm", type=click.Choice(["full", "promote"]), default="full", show_default=True,
               help="Tier that what is better must pass.")  # fmt: skip
+@click.option("--screen", is_flag=True,
+              help="Judge each candidate once, at tier screen; no run is made, nothing is promoted.")  # fmt: skip
 @click.option("--margin", type=click.FloatRange(0, 1), default=ranking.MARGIN, show_default=True,
               help="Recorded times closer than this share are not told apart.")  # fmt: skip
 @click.option(
@@ -68,12 +73,36 @@ def replay(name: str, **asked: Any) -> int:
     Examples:
       kernelgen replay kernels_out/kimi-k3-kda/h200/01JD3V...
       kernelgen replay last --device cpu --preset tiny --layers 2
+      kernelgen replay kernels_out/kimi-k3-kda/h200/01JD3V... --screen
+
+    On cpu times are modelled: an order that comes out there says nothing of a GPU.
 
     Exit codes: 0 every status is the same and no pair of times that the record and this machine tell apart has
     another order; 1 otherwise.
     """
     place = common.place_of(asked["db"], asked["out"])
     folder, recorded = _source(place, name)
+    new, rows = (
+        (None, _screened(place, folder, recorded, asked))
+        if asked["screen"]
+        else _run_again(place, folder, recorded, asked)
+    )
+    found = ranking.compare(
+        ranking.results(recorded["candidates"]), ranking.results(rows), asked["margin"]
+    )
+    modelled = asked["device"] == "cpu"
+    data = {"run": new, "of": recorded["run"], "modelled": modelled, **found.to_json()}
+    words = _words(recorded["candidates"], rows, found)
+    if modelled:
+        words.insert(0, "times of now are modelled (cpu), not measured")
+    common.emit(asked["as_json"], data, "\n".join(words))
+    return 0 if found.same else 1
+
+
+def _run_again(
+    place: Place, folder: Path | None, recorded: Mapping[str, Any], asked: Mapping[str, Any]
+) -> tuple[str, Sequence[Mapping[str, Any]]]:
+    """A run of its own: its id and its candidates."""
     context = click.get_current_context()
     from agent.commands.optimize import optimize
 
@@ -82,18 +111,23 @@ def replay(name: str, **asked: Any) -> int:
         optimize.main(
             arguments, prog_name="kernelgen optimize", standalone_mode=False, parent=context.parent
         )
-    queries = Queries(Store(place.db), place.workspace)
     new = context.meta[common.RUN]
-    rows = queries.candidates(new)
-    found = ranking.compare(
-        ranking.results(recorded["candidates"]), ranking.results(rows), asked["margin"]
-    )
-    data = {"run": new, "of": recorded["run"], **found.to_json()}
-    common.emit(asked["as_json"], data, "\n".join(_words(recorded["candidates"], rows, found)))
-    return 0 if found.same else 1
+    return new, Queries(Store(place.db), place.workspace).candidates(new)
 
 
-def _source(place: Any, name: str) -> tuple[Path | None, dict[str, Any]]:
+def _screened(
+    place: Place, folder: Path | None, recorded: Mapping[str, Any], asked: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]]:
+    """A run of the record goes to a folder first, as that has the sources."""
+    if folder is not None:
+        return rejudge(folder, recorded, asked)
+    with tempfile.TemporaryDirectory() as kept:
+        queries = Queries(Store(place.db), place.workspace)
+        made = course.write(place, queries, recorded["run"], Path(kept) / "record")
+        return rejudge(made, course.read(made), asked)
+
+
+def _source(place: Place, name: str) -> tuple[Path | None, dict[str, Any]]:
     """The folder, or None for a run of the record; and what was recorded. Raises Usage, NotFound, BadRecord."""
     if Path(name).is_dir():
         return Path(name).absolute(), course.read(Path(name))

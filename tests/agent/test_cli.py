@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 import agent.commands.evaluate
 import agent.commands.optimize
+import agent.commands.rejudge
 from agent import fakes
 from agent.cli import COMMANDS, main
 from agent.fakes import kernel
@@ -52,6 +53,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     for module in (agent.commands.optimize, agent.commands.evaluate):
         monkeypatch.setattr(module, "start", start)
         monkeypatch.setattr(module, "start_compiler", start_compiler)
+    monkeypatch.setattr(agent.commands.rejudge, "start", start)
 
     def invoke(*args: str) -> Result:
         return CliRunner().invoke(main, list(args))

@@ -55,6 +55,31 @@ def test_a_run_goes_to_a_folder_and_comes_out_in_the_same_order_elsewhere(
     assert again["pairs"] > 0 and again["run"] != record["run"]
 
 
+def test_screens_alone_give_the_order_and_leave_no_run(call: Call) -> None:
+    """From a folder and from the record itself; without a device times are said to be modelled."""
+    assert optimize(call, "--rounds", "2").exit_code == 0
+    kept = Path(json.loads(call("trajectory", "last", "-o", "kept", "--json").stdout)["folder"])
+    record = json.loads((kept / "record.json").read_text())
+    before = len(json.loads(call("runs", "--json").stdout)["runs"])
+    for name in (str(kept), "last"):
+        done = call("replay", name, "--screen", "--device", "cpu", "--json")
+        again = json.loads(done.stdout)
+        assert done.exit_code == 0 and again["same"] and again["after"] == record["ranking"], (
+            done.output
+        )
+        assert again["run"] is None and again["modelled"] and again["pairs"] > 0
+    assert len(json.loads(call("runs", "--json").stdout)["runs"]) == before
+    assert "modelled (cpu)" in call("replay", "last", "--screen", "--device", "cpu").stdout
+
+
+def test_a_screen_sees_another_status_than_the_record(call: Call) -> None:
+    assert optimize(call, "--rounds", "2").exit_code == 0
+    assert call("trajectory", "last", "-o", "kept").exit_code == 0
+    Path("kept/candidates/1.py").write_text("this is no kernel")
+    done = call("replay", "kept", "--screen", "--device", "cpu")
+    assert done.exit_code == 1 and "candidate 1 was passed and is" in done.stdout, done.output
+
+
 def test_a_folder_whose_numbers_were_changed_is_not_reproduced(call: Call) -> None:
     assert optimize(call, "--rounds", "2").exit_code == 0
     assert call("trajectory", "last", "-o", "kept").exit_code == 0
