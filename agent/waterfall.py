@@ -34,11 +34,22 @@ def parts(fall: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     return out
 
 
+def ranks(profile: Mapping[str, Any]) -> list[str]:
+    """How far the ranks of a job on several GPUs lay apart; a step takes as long as the slowest."""
+    found = profile.get("ranks")
+    if not found:
+        return []
+    return [
+        f"ranks: the slowest counts; apart by {found['median_us']:.2f} us (median) and {found['most_us']:.2f} us (most)"
+        f" in {found['intervals']} timed intervals"
+    ]
+
+
 def lines(profile: Mapping[str, Any], layers: bool = True) -> list[str]:
     """All of it, for people; `layers` off for a prompt."""
     fall = of(profile)
     if fall is None:
-        return []
+        return ranks(profile)
     out = [head(fall)]
     out += [f"  {us:10.2f} us {share:6.1%}  {words}" for words, us, share in parts(fall)]
     if fall.get("hidden_us"):
