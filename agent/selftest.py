@@ -160,7 +160,12 @@ class _Trial:
         assert verdict is not None
         if self.p.kind == "good":
             return self._of(verdict, "accepted")
-        effect = self._effect(verdict)
+        seed = self._compiled(self.p.source)
+        if seed.artifact is not None and seed.artifact.name == outcome.artifact.name:
+            return self._ended(
+                "broken", "", ("edit", "it changes no instruction at these sizes and tunables")
+            )
+        effect = self._effect(seed, verdict)
         return self._of(verdict, "in band" if effect.share > 0 else "missed", effect)
 
     def _fate(self, v: Verdict) -> Fate | None:
@@ -193,12 +198,11 @@ class _Trial:
         finally:
             self.judges.put(judge)
 
-    def _effect(self, edited: Verdict) -> Effect:
+    def _effect(self, seed: CompileOutcome, edited: Verdict) -> Effect:
         """Against the seed as it is, from the same secret."""
-        outcome = self._compiled(self.p.source)
-        if outcome.artifact is None:
+        if seed.artifact is None:
             return Effect(0.0)
-        return effect_of(edited, self._judged(outcome, edited.tier))
+        return effect_of(edited, self._judged(seed, edited.tier))
 
     def _of(self, v: Verdict, fate: Fate, effect: Effect | None = None) -> Row:
         failure = v.failure

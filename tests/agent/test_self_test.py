@@ -145,6 +145,13 @@ def test_a_right_kernel_passes_the_first_and_the_last_tier() -> None:
     assert late.fate == "rejected" and not late.fine and late.tier == "promote"
 
 
+def test_an_edit_of_code_that_nobody_runs_is_no_mistake() -> None:
+    """Its artifact is the seed's: that it passes says nothing of the judge."""
+    idle = replace(BUG, source="a = 1\nb = 3\n", edits=(("3", "4"),))
+    found = row(idle, Judge())
+    assert (found.fate, found.fine) == ("broken", False) and "no instruction" in found.message
+
+
 def test_a_broken_edit_is_no_verdict() -> None:
     found = row(replace(BUG, edits=(("7", "8"),)), Judge())
     assert found.fate == "broken" and "occurs 0 times" in found.message

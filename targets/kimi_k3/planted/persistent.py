@@ -13,7 +13,15 @@ _SHARDED = Options("tiny-tp2", 4, 1)
 _ARRIVE = '    """All that this CTA\'s consumers wrote is visible to who waits for this edge."""\n'
 _EDGE = '    timeline.mark(c.track, "edge sums", layer, kind="edge")\n'
 _WAIT = "    wait(c, edge, op, acquire=False, missing=op.missing)\n"
-_LOOK = "                insist(sums + Int64(s) * (4 * d.mla_heads * d.kv_lora), rX[None, k], 4, op)\n"
+_LOOK = (
+    "                insist(sums + Int64(s) * (4 * d.mla_heads * d.kv_lora), rX[None, k], 4, op)\n"
+)
+
+_ROUTED = (
+    "            if part == {part}:\n"
+    '                timeline.mark(c.brought, "routing", layer, kind="wait")\n'
+    "                cute.arch.mbarrier_wait(c.routed, {which})\n"
+)
 
 
 def kernels() -> list[Planted]:
@@ -49,7 +57,8 @@ def _ring() -> list[Planted]:
             ("(c.full + slot, (it // op.stages) & 1)", "(c.full + slot, (it // op.stages + 1) & 1)"),
             expect=RACY | FORBIDDEN),
         bug(_PART, "parity", "routing-parity-fixed", "the producer waits for the first routing only",
-            ("(c.routed, routing & 1)", "(c.routed, routing * 0)"), expect=RACY | FORBIDDEN),
+            *((_ROUTED.format(part=n, which="routing & 1"), _ROUTED.format(part=n, which="routing * 0")) for n in (0, 3)),
+            expect=RACY | FORBIDDEN),
         bug(_PART, "parity", "stage-returned-early", "a stage is given back before its rows are read",
             ("        if c.warp < g.width * g.passes:\n            for i in cutlass.range(2 * (c.warp",
              "        stage_done(c, slot)\n"
