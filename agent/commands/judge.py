@@ -47,7 +47,7 @@ from sandbox.verdict import Status, Tier, Verdict
     help="Seconds a screen may take; full 4 times, promote 8 times that.  [default: 120; cpu 900]",
 )
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=None,
-              help="Write <artifact>-<tier>.json here.")  # fmt: skip
+              help="Write <artifact>-<tier>.json here; of a self-test, keep the compiled kernels here.")  # fmt: skip
 @click.option("--self-test", is_flag=True, help="Score the judge with planted kernels instead.")
 @click.option("--only", multiple=True, metavar="CLASS|NAME|PART",
               help="Of the planted kernels these only; may be repeated.")  # fmt: skip
@@ -57,13 +57,13 @@ from sandbox.verdict import Status, Tier, Verdict
               type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Judge none: sum up what --json wrote of parts; may be repeated.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(0), default=None,
-              help="Begin no planted kernel after that time; the rest counts as not reached.")  # fmt: skip
+              help="Begin no planted kernel after that time; the rest counts as not reached. 0 with -o only compiles.")  # fmt: skip
 @click.option("--preset", default="tiny", show_default=True, help="Sizes of the planted kernels.")
 @click.option(
     "--jobs",
     type=click.IntRange(1),
     default=None,
-    help="Planted kernels at a time.  [default: cores]",
+    help="Planted kernels at a time; on a GPU they share it.  [default: cores; on a GPU 1]",
 )
 @common.json_option
 def judge(folders: tuple[Path, ...], **asked: Any) -> int:
