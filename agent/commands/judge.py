@@ -57,7 +57,8 @@ from sandbox.verdict import Status, Tier, Verdict
               type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Judge none: sum up what --json wrote of parts; may be repeated.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(0), default=None,
-              help="Begin no planted kernel after that time; the rest counts as not reached. 0 with -o only compiles.")  # fmt: skip
+              help="Begin no planted kernel after that time; the rest counts as not reached. "
+                   "0 with -o only compiles.")  # fmt: skip
 @click.option("--preset", default="tiny", show_default=True, help="Sizes of the planted kernels.")
 @click.option(
     "--jobs",
