@@ -1,7 +1,8 @@
 """The prompt book: templates filled from a situation, and strict readers of what models answer.
 
 Pure functions over strings; the calls are `agent.models.calls`' work. A prompt is kept within
-TOTAL_TOKENS by shortening the history and the lessons, never by cutting a source.
+TOTAL_TOKENS and its source by shortening the history, the lessons and what the latest candidates
+changed, never by cutting a source.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sandbox.artifact import Buffer
 from sandbox.verdict import Verdict
 
 TOTAL_TOKENS = 60_000
+"""Of a prompt but for the one source it shows, which has at most MAX_SOURCE_CHARS (82,000 tokens)."""
 MAX_LESSONS = 5
 MAX_SOURCE_CHARS = 256 << 10
 _FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.M | re.S)
@@ -38,10 +40,11 @@ PLAN_SCHEMA: Schema = {
             "items": {
                 "type": "object",
                 "additionalProperties": False,
-                "required": ["title", "detail", "predicted_gain", "parent"],
+                "required": ["title", "mechanism", "risk", "predicted_gain", "parent"],
                 "properties": {
                     "title": {"type": "string"},
-                    "detail": {"type": "string"},
+                    "mechanism": {"type": "string"},
+                    "risk": {"type": "string"},
                     "predicted_gain": {"type": "number"},
                     "parent": {"type": "integer"},
                 },
@@ -67,7 +70,7 @@ class Book:
                 history=table(fit.history),
             )  # fmt: skip
 
-        return self._fitted("plan", s, body, 8000)
+        return self._fitted("plan", s, body, 8000, len(s.incumbent_source))
 
     def propose(self, s: Situation, d: Direction, parent_source: str) -> Prompt:
         parent = next((x for x in s.history if x.seq == d.parent), s.incumbent)
@@ -78,7 +81,7 @@ class Book:
                 profile=profile(parent),
             )  # fmt: skip
 
-        return self._fitted("propose", replace(s, history=()), body)
+        return self._fitted("propose", replace(s, history=()), body, beside=len(parent_source))
 
     def repair(self, s: Situation, source: str, failed: Verdict) -> Prompt:
         assert failed.failure is not None
@@ -111,24 +114,24 @@ class Book:
 
     def read_plan(self, text: str, k: int) -> tuple[Direction, ...]:
         items = _list(_object(text), "directions")
-        out = []
-        for item in items[:k]:
+        out: list[Direction] = []
+        for item in items:
             if not isinstance(item, dict) or not isinstance(item.get("title"), str):
                 raise BadFormat('each direction needs a "title"')
             parent = item.get("parent", 0)
             if isinstance(parent, bool) or not isinstance(parent, int) or parent < 0:
                 raise BadFormat('"parent" is the number of a candidate')
-            out.append(
-                Direction(
-                    title=item["title"][:200],
-                    detail=str(item.get("detail", ""))[:4000],
-                    parent=parent,
-                    predicted_gain=_gain(item.get("predicted_gain")),
-                )
+            found = Direction(
+                title=item["title"][:200],
+                detail=_detail(item),
+                parent=parent,
+                predicted_gain=_gain(item.get("predicted_gain")),
             )
+            if not any(_same(found, x) for x in out):
+                out.append(found)
         if not out:
             raise BadFormat("there is no direction in the answer")
-        return tuple(out)
+        return tuple(out[:k])
 
     def read_proposal(self, text: str, parent_source: str) -> Proposal:
         blocks = [(kind.lower(), body) for kind, body in _FENCE.findall(text)]
@@ -163,19 +166,41 @@ class Book:
         return tuple(x.strip()[:600] for x in lessons[:MAX_LESSONS] if x.strip())
 
     def _fitted(
-        self, role: Role, s: Situation, body: Callable[[Situation], str], answer: int = 32_000
+        self,
+        role: Role,
+        s: Situation,
+        body: Callable[[Situation], str],
+        answer: int = 32_000,
+        beside: int = 0,
     ) -> Prompt:
-        """Within TOTAL_TOKENS: the older half of the history goes first, then that of the lessons."""
+        """Within TOTAL_TOKENS and the `beside` characters of its source: the older half of the history goes first, then
+        that of the lessons, then of the changes.
+        """
         stable = self.stable(s.task)
         while True:
             text = body(s)
-            fits = (len(stable) + len(text)) / CHARS_PER_TOKEN <= TOTAL_TOKENS
-            if fits or not (s.history or s.lessons):
+            fits = (len(stable) + len(text) - beside) / CHARS_PER_TOKEN <= TOTAL_TOKENS
+            if fits or not (s.history or s.lessons or s.changes):
                 return Prompt(role, stable, text, max_output_tokens=answer)
             if len(s.history) > len(s.lessons):
                 s = replace(s, history=_shorter(s.history))
-            else:
+            elif s.lessons:
                 s = replace(s, lessons=s.lessons[(len(s.lessons) + 1) // 2 :])
+            else:
+                s = replace(s, changes=s.changes[: len(s.changes) // 2])
+
+
+def _detail(item: Mapping[str, Any]) -> str:
+    """Mechanism and risk in one text; answers recorded before there was a risk have `detail`."""
+    mechanism = str(item.get("mechanism") or item.get("detail") or "")[:4000]
+    risk = str(item.get("risk") or "")[:1000]
+    return f"{mechanism}\nRisk: {risk}" if risk else mechanism
+
+
+def _same(a: Direction, b: Direction) -> bool:
+    """The same thing to try, in the same words but for case and spaces."""
+    one, other = (" ".join(f"{x.title} {x.detail}".lower().split()) for x in (a, b))
+    return one == other and a.parent == b.parent
 
 
 def _shorter(rows: tuple[Tried, ...]) -> tuple[Tried, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -113,6 +114,34 @@ def test_every_prompt_stays_within_its_budget_whatever_the_run_has_gathered() ->
             assert "the newest lesson" in prompt.body, prompt.role
         if prompt.role != "reflect":
             assert SOURCE in prompt.body, prompt.role
+
+
+def test_a_long_source_costs_neither_history_nor_lessons() -> None:
+    """A kernel of 140 KB alone is 45,000 tokens: what was tried and learned is still shown."""
+    source = "\n".join(f"value_{i} = {i}" for i in range(9000))
+    s = situation(20)
+    s = replace(s, incumbent_source=source, lessons=("the ring was no gain",), changes=("c" * 300,))
+    for prompt in (Book().plan(s), Book().propose(s, Direction("d"), source)):
+        assert source in prompt.body and "the ring was no gain" in prompt.body
+    assert "| 3 |" in Book().plan(s).body and "c" * 300 in Book().plan(s).body
+    crowded = replace(situation(), changes=("c" * 300,) * 3000)
+    prompt = Book().plan(crowded)
+    assert (len(prompt.stable) + len(prompt.body)) / CHARS_PER_TOKEN <= 60_000
+
+
+def test_a_direction_has_mechanism_and_risk_and_none_comes_twice() -> None:
+    one = {"title": "Ring", "mechanism": "bytes stay on their way", "risk": "edges queue",
+           "predicted_gain": 1.1, "parent": 2}  # fmt: skip
+    again = {**one, "title": "ring", "mechanism": "Bytes  stay on their way"}
+    other = {"title": "tiles", "detail": "as answers had it before", "parent": 2}
+    got = Book().read_plan(json.dumps({"directions": [one, again, other]}), 2)
+    assert [d.title for d in got] == ["Ring", "tiles"]
+    assert got[0].detail == "bytes stay on their way\nRisk: edges queue"
+    assert (got[0].parent, got[0].predicted_gain, got[1].detail) == (
+        2,
+        1.1,
+        "as answers had it before",
+    )
 
 
 def test_a_failure_stays_in_its_table_cell() -> None:
