@@ -6,6 +6,7 @@ or concurrency, and an expression that Triton's compiler would refuse may work.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import types
@@ -151,13 +152,16 @@ def _language() -> types.ModuleType:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Make this `triton` while the block runs; modules that imported it are forgotten afterwards."""
+    """Make this `triton` while the block runs; modules that imported it are forgotten afterwards, and all of the
+    baselines are others inside: take them with `importlib` there."""
     triton: Any = types.ModuleType("triton")
     triton.jit, triton.language = Kernel, _language()
     ours = "targets.kimi_k3.baseline."
     before = {k: v for k, v in sys.modules.items() if k.startswith((ours, "triton"))}
     for name in before:
         del sys.modules[name]
+    package = importlib.import_module(ours[:-1])
+    shown = _modules_of(package)
     sys.modules |= {"triton": triton, "triton.language": triton.language}
     try:
         yield
@@ -165,3 +169,14 @@ def installed() -> Iterator[None]:
         for name in [k for k in sys.modules if k.startswith((ours, "triton"))]:
             del sys.modules[name]
         sys.modules |= before
+        _modules_of(package)
+        for name, module in shown.items():
+            setattr(package, name, module)
+
+
+def _modules_of(package: types.ModuleType) -> dict[str, types.ModuleType]:
+    """Its submodules, which are no longer its attributes: `from package import module` would find them there."""
+    found = {k: v for k, v in vars(package).items() if isinstance(v, types.ModuleType)}
+    for name in found:
+        delattr(package, name)
+    return found

@@ -1,8 +1,8 @@
 """Kernels of public libraries as replacements of a piece of the mix: tried where they can be imported, else noted.
 
 A library's kernel replaces ours only if it gives the same values and is faster on this device, both in a CUDA graph.
-Whatever comes of it is a note, which reports show. Libraries that plan on the host from lengths or routing cannot be in
-a captured step, and are not here for that reason: FlashInfer's paged MLA, vLLM's fused MoE.
+Whatever comes of it is a note, which reports show. No adapter is written for FlashInfer's paged MLA, whose plan is made
+on the host from lengths that every step changes, and for vLLM's fused MoE, which wants 4-bit weights in another layout.
 """
 
 from __future__ import annotations
