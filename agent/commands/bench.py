@@ -97,7 +97,7 @@ def bench(**asked: Any) -> int:
     if not found:
         return 2
     if asked["measured"]:
-        return _read(asked)
+        return _read(asked, found[0].target)
     place = common.place_of(asked["db"], None)
     cores = os.cpu_count() or 1
     parallel = max(1, min(cores - 2, len(found)))
@@ -137,14 +137,17 @@ def bench(**asked: Any) -> int:
     return 0 if passed and not refused else 1
 
 
-def _read(asked: dict[str, Any]) -> int:
-    """Rows of earlier runs as one table and one plot."""
+def _read(asked: dict[str, Any], target: str) -> int:
+    """Rows of earlier runs on the target as one table and one plot."""
     lines = [line for file in asked["measured"] for line in file.read_text().splitlines()]
     try:
-        rows = [json.loads(line) for line in lines if line.strip()]
+        read = [json.loads(line) for line in lines if line.strip()]
+        rows = [r for r in read if r["target"] == target]
         rows.sort(key=lambda r: (r["preset"], r["m"], r["context"], r.get("us", 0.0)))
     except (ValueError, KeyError, TypeError) as error:
         raise common.Usage(f"no rows of `kernelgen bench`: {error}") from error
+    if len(rows) < len(read):
+        common.complain(f"{len(read) - len(rows)} rows of other targets are left out")
     if asked["picture"]:
         show.plot(rows, asked["picture"])
     common.emit(asked["as_json"], {"rows": rows}, f"{show.table(rows)}\n{show.ABOUT}")

@@ -242,6 +242,10 @@ def test_rows_of_several_files_are_one_table(tmp_path: Path) -> None:
     rows = json.loads(result.stdout)["rows"]
     arms = ("mix", "seed", "graph")
     assert [(r["m"], r["arm"]) for r in rows] == [(m, a) for m in (1, 8) for a in arms]
+    other = [{**rows[0], "target": "kimi-k3-kda"}]
+    run.append(tmp_path / "8.jsonl", other)
+    result = CliRunner().invoke(main, ["bench", "--target", TARGET, *files, "--json"])
+    assert json.loads(result.stdout)["rows"] == rows and "rows of other targets" in result.stderr
     (tmp_path / "bad.jsonl").write_text("[]\n")
     bad = ["bench", "--target", TARGET, "--read", str(tmp_path / "bad.jsonl")]
     assert CliRunner().invoke(main, bad).exit_code == 2
