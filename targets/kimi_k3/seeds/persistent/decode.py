@@ -4,6 +4,9 @@ A producer lane per CTA follows a fixed list of weight rows across layers and ed
 consumers wait for each other; only the routed experts wait, for their ids. Consumers go from one half of a layer to the
 next in one loop, so that AttnRes exists once in the code. What a CTA sends to others says itself that it is there
 (boxes), and counters only hint that it is worth looking; nothing is fenced but the plain buffers of dense FFNs.
+
+With `units` a warp of its own chooses experts and brings what a layer needs early into L2. `hungry`, `couples`, `bank`
+and `idle` are explained at `plan.Op`; docs/kernels-log.md has what each was made for.
 """
 
 from typing import Any, NamedTuple
@@ -62,15 +65,17 @@ from targets.kimi_k3.seeds.persistent.units import choose_alone
 from targets.kimi_k3.seeds.persistent.vectors import load_x
 
 TUNABLES = {
-    "ring_stages": (5, 6, 7, 4, 3, 2),
+    "ring_stages": (0, 7, 6, 5, 4, 3, 2),
     "stage_bytes": (28672, 14336, 2560),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "in_flight": (1, 2, 0, 3, 4),
     "hungry": (3, 0, 2, 4, 5),
     "units": (1, 0),
+    "shared_first": (0, 1),
     "couples": (2, 1),
     "idle": (0, 1, 2),
+    "bank": (0, 1),
     "missing": (0, 4, 16, 64),
     "jitter": (0, 16384),
     "spin_limit": (0, 2000000, 200000),
@@ -542,35 +547,40 @@ def decode_kernel(
         consume(c, io, ws, mBank.iterator.toint() + Int64(c.cta) * size, op)
 
 
+def used(op):
+    """Bytes of shared memory of a CTA."""
+    ring = op.stages * op.stage + 4 * STRIDE * (op.part_rows + op.reductions)
+    return ring + 8 * op.d.layers * COUNT + op.pool + 4 * op.kept_words + 2048
+
+
 def shape(dims, cfg):
     refuse_others(dims)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     ctas, units = cfg.ctas or fits, bool(cfg.units) and dims.gpus == 1
     # who brings what MLA leaves idle must have chosen before the next MLA
     with_experts = all(f == "E" for a, f in zip(dims.attn, dims.ffn, strict=True) if a == "M")
-    op = DecodeOp(
-        dims,
-        ctas,
-        cfg.consumer_warps,
-        ring_stage(dims, ctas, cfg.consumer_warps, cfg.stage_bytes, units),
-        cfg.ring_stages,
-        cfg.spin_limit,
-        in_flight=cfg.in_flight,
-        jitter=cfg.jitter,
-        missing=cfg.missing,
-        kept=True,
-        hungry=cfg.hungry,
-        couples=cfg.couples,
-        idle=cfg.idle if units and with_experts else 0,
-        units=units,
-    )
-    used = (
-        op.stages * op.stage + 4 * STRIDE * (op.part_rows + op.reductions) + 8 * dims.layers * COUNT
-    )
-    used += op.pool + 4 * op.kept_words + 2048
-    if used > SHARED_MEMORY:
-        raise ValueError(f"{used} bytes of shared memory: fewer layers or stages of the ring")
-    return op
+    for stages in (cfg.ring_stages,) if cfg.ring_stages else (7, 6, 5, 4, 3):
+        op = DecodeOp(
+            dims,
+            ctas,
+            cfg.consumer_warps,
+            ring_stage(dims, ctas, cfg.consumer_warps, cfg.stage_bytes, units),
+            stages,
+            cfg.spin_limit,
+            in_flight=cfg.in_flight,
+            jitter=cfg.jitter,
+            missing=cfg.missing,
+            kept=True,
+            hungry=cfg.hungry,
+            couples=cfg.couples,
+            idle=cfg.idle if units and with_experts else 0,
+            bank=bool(cfg.bank),
+            units=units,
+            shared_first=bool(cfg.shared_first),
+        )
+        if used(op) <= SHARED_MEMORY:
+            return op
+    raise ValueError(f"{used(op)} bytes of shared memory: fewer layers or stages of the ring")
 
 
 def workspace(dims, cfg):

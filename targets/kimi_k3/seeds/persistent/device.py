@@ -400,14 +400,15 @@ def ahead(c: Ctx, address: Int64, n: Int32, most_: cutlass.Constexpr, op: cutlas
 
 
 @cute.jit
-def passed(bar: Any, parity: Int32):
-    """1 if the phase of that parity of an mbarrier is over, else 0. Asks once."""
+def passed(bar: Any, parity: Int32, patience: cutlass.Constexpr = 0):
+    """1 if the phase of that parity of an mbarrier is over, else 0; asks once, and sleeps for up to `patience` ns."""
+    ask, limit = "test_wait", ""
+    if cutlass.const_expr(patience > 0):
+        ask, limit = "try_wait", f", {patience}"
     return cute.arch.inline_ptx(
-        """{
-        .reg .pred p;
-        mbarrier.test_wait.parity.shared::cta.b64 p, [{$r0}], {$r1};
-        selp.b32 {$w0}, 1, 0, p;
-        }""",
+        "{ .reg .pred p; "
+        f"mbarrier.{ask}.parity.shared::cta.b64 p, [{{$r0}}], {{$r1}}{limit}; "
+        "selp.b32 {$w0}, 1, 0, p; }",
         write_only_types=[Int32],
         read_only_args=[Int32(bar.toint()), parity],
     )
@@ -429,7 +430,7 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr):
         if far >= 0:
             ready = Int32(0)
             while ready == 0:
-                ready = passed(c.full + near % op.stages, (near // op.stages) & 1)
+                ready = passed(c.full + near % op.stages, (near // op.stages) & 1, 128)
                 if ready == 0:
                     ready = passed(c.empty + far % op.stages, (far // op.stages) & 1)
     elif cutlass.const_expr(0 < op.in_flight < op.stages):

@@ -1,10 +1,10 @@
-"""The FFN with experts in the decode step, in one of two orders that both cover what the chain of FFNs waits for.
+"""The FFN with experts in the decode step, in orders that cover what the chain of FFNs waits for.
 
-`units`: a warp of its own chooses while the shared expert is made, both halves of it, and experts come last. `rows`:
-all warps choose, the shared expert's first half comes after the choice (while experts are chosen and their first rows
-are on the way, the ring still has rows to bring) and its second half after the experts' first, so that h travels
-meanwhile; who needs the latent or the shared expert's hidden vector looks into its box, without an edge: both were
-posted some microseconds before.
+`rows`: all warps choose, the shared expert's first half comes after the choice (while experts are chosen and their
+first rows are on the way, the ring still has rows to bring) and its second half after the experts' first, so that h
+travels meanwhile; who needs the latent or the shared expert's hidden vector looks into its box, without an edge: both
+were posted some microseconds before. `units`: a warp of its own chooses while the shared expert's first half is made,
+or both halves of it.
 """
 
 import cutlass
@@ -77,7 +77,7 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
     first, n = share(d.latent_rows, c.cta, op.ctas)
     latent = (field(c, layer, F["latent_down"], COUNT) + Int64(first) * row, Int32(n))
     it = fill_two(c, it, router, latent, op)
-    if cutlass.const_expr(op.units):
+    if cutlass.const_expr(op.units and op.shared_first):
         for part in cutlass.range(4, unroll=1):
             which = 6 + part if part < 2 else 11 - part
             if part == 3:
@@ -94,7 +94,10 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
                 timeline.mark(c.brought, "routing", layer, kind="wait")
                 cute.arch.mbarrier_wait(c.routed, routing & 1)
                 timeline.mark(c.brought, "bring experts", layer)
-                it = fill_up(c, layer, it, op)
+                if cutlass.const_expr(op.units):
+                    it = fill_experts(c, layer, it, op)
+                else:
+                    it = fill_up(c, layer, it, op)
             elif part == 1:
                 it = bring(c, layer, it, Int32(9), op)
                 it = fill_down(c, layer, it, op)
@@ -187,22 +190,29 @@ def rows(c: Ctx, layer: Int32, turn: Int32, at_: tuple, op: cutlass.Constexpr):
 
 @cute.jit
 def units(c: Ctx, layer: Int32, number: Int32, at_: tuple, op: cutlass.Constexpr):
-    """Box z, with experts in units; the shared expert's second half comes first, while a warp chooses."""
+    """Box z, with experts in units; the shared expert's second half is made while a warp chooses, behind an edge of its
+    own (`shared_first`), or, without one, while h travels."""
     it, edge = at_
     turn = turn_of(c, number)
-    hint(c, op)
-    edge += 1
-    timeline.mark(c.track, "edge front", layer, kind="edge")
-    wait(c, edge, op, acquire=False, missing=op.missing)
-    timeline.mark(c.track, "shared down", layer)
-    rL = ask_latent(c, layer, turn, op)
-    it = shared_down(c, layer, turn, it, op)
+    if cutlass.const_expr(op.shared_first):
+        hint(c, op)
+        edge += 1
+        timeline.mark(c.track, "edge front", layer, kind="edge")
+        wait(c, edge, op, acquire=False, missing=op.missing)
+        timeline.mark(c.track, "shared down", layer)
+        rL = ask_latent(c, layer, turn, op)
+        it = shared_down(c, layer, turn, it, op)
+    else:
+        rL = ask_latent(c, layer, turn, op)
     keep_latent(c, turn, rL, op)
     timeline.mark(c.track, "routing", layer, kind="wait")
     cute.arch.mbarrier_wait(c.routed, number & 1)
     timeline.mark(c.track, "experts up", layer)
     it = units_up(c, turn, it, op)
     hint(c, op)
+    if cutlass.const_expr(not op.shared_first):
+        timeline.mark(c.track, "shared down", layer)
+        it = shared_down(c, layer, turn, it, op)
     edge += 1
     timeline.mark(c.track, "edge h", layer, kind="edge")
     wait(c, edge, op, acquire=False, missing=op.missing)

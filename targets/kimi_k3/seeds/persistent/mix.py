@@ -25,10 +25,11 @@ from targets.kimi_k3.seeds.persistent.device import (
 
 
 class Early(NamedTuple):
-    """weight f32 [8, per] = norm x proj; out words [4, per]."""
+    """weight f32 [8, per] = norm x proj; out words [4, per]; bank words [4, per, rows], where they are held so long."""
 
     weight: Any
     out: Any
+    bank: Any
 
 
 class Banks(NamedTuple):
@@ -82,6 +83,31 @@ def bank_words(
 
 
 @cute.jit
+def row_words(
+    c: Ctx, banks: Banks, rK: Any, s: cutlass.Constexpr, v: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """This thread's v-th words of row s: held, or read now."""
+    r = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+    if cutlass.const_expr(rK is not None):
+        for e in cutlass.range_constexpr(4):
+            r[e] = rK[e, v, s]
+    else:
+        r.fill(0)
+        if vector(c, v, op.wide) < op.wide.vecs:
+            bank_words(c, banks, s, v, r, op)
+    return r
+
+
+@cute.jit
+def again(c: Ctx):
+    """The same thread, its lane read again: addresses made of that are not kept over the loop in registers."""
+    lane = cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[c.lane]
+    )
+    return c._replace(lane=lane)
+
+
+@cute.jit
 def keep_old(c: Ctx, banks: Banks, op: cutlass.Constexpr):
     """Rows of earlier layers into shared memory; a thread reads what it wrote itself."""
     g, d = op.wide, op.d
@@ -109,7 +135,6 @@ def sums(r: cute.Tensor, rW: cute.Tensor, v: cutlass.Constexpr, two: tuple):
 @cute.jit
 def early(c: Ctx, banks: Banks, sources: Int32, weight: Int64, out: Int64, op: cutlass.Constexpr):
     g, d = op.wide, op.d
-    rB = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
     rW = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
     rO = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     if cutlass.const_expr(not g.exact):
@@ -125,16 +150,23 @@ def early(c: Ctx, banks: Banks, sources: Int32, weight: Int64, out: Int64, op: c
             for k in cutlass.range_constexpr(2):
                 cute.autovec_copy(gW[None, k], cute.local_tile(rW[None, v], (4,), (k,)))
             words_at(out, i, rO[None, v])
+    rK = None
+    if cutlass.const_expr(op.bank_held):
+        rK = cute.make_rmem_tensor(cute.make_layout((4, g.per, d.bank_rows)), Uint32)
+        rK.fill(0)
+        here = again(c)
+        for s in cutlass.range_constexpr(d.bank_rows):
+            if s < sources:
+                for v in cutlass.range_constexpr(g.per):
+                    if vector(here, v, g) < g.vecs:
+                        bank_words(here, banks, s, v, rK[None, v, s], op)
     for s in cutlass.range_constexpr(d.bank_rows):
         if s < sources:
             two = (Float32(0.0), Float32(0.0))
             for v in cutlass.range_constexpr(g.per):
-                rB.fill(0)
-                if vector(c, v, g) < g.vecs:
-                    bank_words(c, banks, s, v, rB, op)
-                two = sums(rB, rW, v, two)
+                two = sums(row_words(c, banks, rK, s, v, op), rW, v, two)
             put_two(c, 2 * s, two[0], two[1])
-    return Early(rW, rO)
+    return Early(rW, rO, rK)
 
 
 @cute.jit
@@ -165,16 +197,13 @@ def late(
     for s in cutlass.range_constexpr(last + 1):
         rS[s] = rS[s] / total
     rM = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
-    rB = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
     for v in cutlass.range_constexpr(g.per):
         for w in cutlass.range_constexpr(4):
             rM[2 * w, v], rM[2 * w + 1, v] = low(rP[w, v]) * rS[last], high(rP[w, v]) * rS[last]
     for s in cutlass.range_constexpr(last):
         if s < sources:
             for v in cutlass.range_constexpr(g.per):
-                rB.fill(0)
-                if vector(c, v, g) < g.vecs:
-                    bank_words(c, banks, s, v, rB, op)
+                rB = row_words(c, banks, e.bank, s, v, op)
                 for w in cutlass.range_constexpr(4):
                     rM[2 * w, v] = rM[2 * w, v] + low(rB[w]) * rS[s]
                     rM[2 * w + 1, v] = rM[2 * w + 1, v] + high(rB[w]) * rS[s]

@@ -174,7 +174,7 @@ class Op:
     idle: while MLA waits, memory brings o_proj (1), and the front of the FFN too (2), into L2, a little at a time.
     couples: pairs of rows in hand where a stage has many; then, where it has two, it is given back before its product.
     missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. kept: the
-    prefix, and the bank's rows if there is room, stay in shared memory.
+    prefix, and the bank's rows if `bank` and there is room, stay in shared memory.
     """
 
     d: object
@@ -192,6 +192,7 @@ class Op:
     hungry: int = 0
     couples: int = 1
     idle: int = 0
+    bank: bool = True
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0
@@ -338,7 +339,12 @@ class Op:
     @property
     def bank_kept(self):
         """Whether the bank's rows stay in shared memory: few do."""
-        return self.kept and 2 * self.d.bank_rows * self.d.hidden <= 32768
+        return self.kept and self.bank and 2 * self.d.bank_rows * self.d.hidden <= 32768
+
+    @property
+    def bank_held(self):
+        """Whether they are read once in a half, before its edge, and stay in registers over it: two at most."""
+        return not self.bank_kept and self.d.bank_rows <= 2
 
     @property
     def kept_words(self):

@@ -147,18 +147,20 @@ def _moe(op: Op, cta: int, n: int, out: Lists, edge: int, routed: int) -> int:
         out.consume += [("wait", "route", routed + 1), ("route",)]
     pair = op.rows(d.hidden, pair=True)
     _rows(out, "shared_gate_up", n, pair, share(d.shared_dim, cta, op.ctas))
-    if units:
+    first = units and isinstance(op, DecodeOp) and op.shared_first
+    if first:
         edge = _edge(out, edge)
         _shared_down(op, cta, n, out)
-        out.consume.append(("routed", routed))
     else:
         out.consume += [("post", "hs", n), ("look", "latent", n, tuple(range(op.ctas)))]
+    if units:
+        out.consume.append(("routed", routed))
     out.produce.append(("routed", routed))
     for label, size in _experts_up(op, cta, n):
         out.produce.append(("stage", label, size))
         out.consume.append(("take", label))
     out.consume.append(("arrive", "all"))
-    if not units:
+    if not first:
         out.consume.append(("look", "hs", n, tuple(range(op.ctas))))
         _shared_down(op, cta, n, out)
     edge += 1

@@ -27,9 +27,11 @@ class Units(TileOp):
 
 @dataclass(frozen=True)
 class DecodeOp(Op):
-    """`Op` of the decode step. units: experts as `units` has them, else as `moe_experts`."""
+    """`Op` of the decode step. units: experts as `units` has them, else as `moe_experts`. shared_first: with them, both
+    halves of the shared expert come before the experts, else the second between theirs."""
 
     units: bool = False
+    shared_first: bool = False
 
     def __post_init__(self):
         super().__post_init__()

@@ -79,9 +79,11 @@ def test_several_tokens_two_steps_in_a_row(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "ctas"), [(1, 4), (8, 4), (2, 16)])
+@pytest.mark.parametrize(("rows", "ctas"), [(1, 4), (8, 8), (2, 16)])
 def test_tiles_of_the_latent_moe(compiler: CompileClient, rows: int, ctas: int) -> None:
-    """One token has boxes without fences and a warp that routes; several share experts, and each its own routing."""
+    """One token has boxes without fences and a warp that routes; several share experts, and each its own routing. Eight
+    CTAs have two tiles of w2 each, which schedulers take by turns.
+    """
     case = Case(
         "latent-moe", rows=rows, preset="tiny-tp2", layers=3, steps=2, tunables={"ctas": ctas}
     )
