@@ -272,3 +272,44 @@ def test_more_flags_than_the_race_check_has_room_for_are_no_races(
         return
     assert rules(run(text, [flags, out], shape, device=exact())) == set()
     assert out.tolist() == list(range(1023, -1, -1))
+
+
+RING = """
+mov.b32 %r1, sm; add.s32 %r2, %r1, 128; add.s32 %r3, %r1, 136;
+setp.ne.u32 %p1, %r99, 0; @%p1 bra A;
+mbarrier.init.shared.b64 [%r2], 1; mbarrier.init.shared.b64 [%r3], 32;
+A: bar.sync 0; setp.ge.u32 %p2, %r99, 32; @%p2 bra CONSUME; @%p1 bra E;
+mov.b32 %r4, 0;
+P: setp.eq.u32 %p3, %r4, 0; @%p3 bra F; sub.s32 %r5, %r4, 1; and.b32 %r5, %r5, 1;
+WE: mbarrier.try_wait.parity.shared.b64 %p4, [%r3], %r5; @!%p4 bra WE;
+F: mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 128;
+mul.wide.u32 %rd1, %r4, 128; add.s64 %rd2, %rd100, %rd1;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd2], 128, [%r2];
+add.s32 %r4, %r4, 1; setp.lt.u32 %p5, %r4, 4; @%p5 bra P; bra E;
+CONSUME: mov.b32 %r6, 0; sub.s32 %r7, %r99, 32; shl.b32 %r8, %r7, 2; add.s32 %r9, %r1, %r8; mov.b32 %r10, 0;
+C: and.b32 %r11, %r6, 1; {full} {early}
+ld.shared.b32 %r12, [%r9]; add.s32 %r10, %r10, %r12; {late}
+add.s32 %r6, %r6, 1; setp.lt.u32 %p7, %r6, 4; @%p7 bra C;
+mul.wide.u32 %rd3, %r7, 4; add.s64 %rd4, %rd101, %rd3; st.global.b32 [%rd4], %r10;
+E: ret;
+"""
+FULL = "WF: mbarrier.try_wait.parity.shared.b64 %p6, [%r2], %r11; @!%p6 bra WF;"
+EMPTY = "mbarrier.arrive.shared.b64 %rd5, [%r3];"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("early,late,races", [("", EMPTY, False), (EMPTY, "", True)],
+                         ids=["in order", "given back before it is read"])  # fmt: skip
+def test_a_stage_of_a_ring_between_bulk_copies_and_readers(
+    early: str, late: str, races: bool, seed: int
+) -> None:
+    """Ordered by its two mbarriers alone: neither numbers nor a barrier of the block would show it reused early."""
+    x, out = torch.arange(128, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    text = kernel(
+        RING.format(full=FULL, early=early, late=late), "pp", extra=SMEM.replace("16", "128")
+    )
+    device = CpuDevice(seed=seed, mode="exact")
+    ran = run(text, [x, out], Shape(block=(64, 1, 1), smem=256), device=device)
+    assert ("race" in rules(ran)) is races
+    if not races:
+        assert out.tolist() == x.view(4, 32).sum(0).tolist()
