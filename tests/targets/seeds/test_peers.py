@@ -19,6 +19,7 @@ from sandbox.verdict import Status, Tier, Verdict
 from targets.base import Options, Scalar, find
 from targets.kimi_k3 import seeds
 from targets.kimi_k3.planted.peers import peers
+from targets.kimi_k3.seeds import persistent
 
 SIZE = Options("tiny-tp2", 3, 2)
 
@@ -86,13 +87,43 @@ def test_ranks_that_hold_other_bits_are_wrong() -> None:
     assert failure.where["tensor"] == "outputs.y.1" and failure.where["rank"] == 1
 
 
+STACK = seeds.source("kimi-k3-oproj-stack")
+
+
 @pytest.mark.slow
-def test_one_launch_for_all_instances_passes(compiler: CompileClient) -> None:
-    """The variant `oproj-stack`: as many launches a step as there are ranks."""
-    source = seeds.source("kimi-k3-oproj-stack")
-    verdict = judged(compiler, "kimi-k3-oproj-allreduce", source, {"ctas": 6})
+@pytest.mark.parametrize(("rows", "more"), [(1, {"eager": True}), (8, {"spin_limit": 200_000})])
+def test_one_launch_for_all_instances_passes(
+    compiler: CompileClient, rows: int, more: Mapping[str, Scalar]
+) -> None:
+    """The variant `oproj-stack`: as many launches a step as there are ranks, the columns of a row on six CTAs."""
+    options = replace(SIZE, rows=rows)
+    verdict = judged(compiler, "kimi-k3-oproj-allreduce", STACK, {"ctas": 6, **more}, options)
     assert verdict.status is Status.PASSED, verdict.failure
     assert verdict.timing is not None and verdict.timing.workloads[0].launches == 1
+
+
+MISTAKES = {
+    "words of the step before are taken": (
+        "    return (wrong & Uint32(1)) != Uint32(0)\n", "    return wrong > Uint32(0xFFFFFFFF)\n",
+    ),
+    "the number of the step stays": ("boxes.epochs[0] = Int32(c.flag)", "boxes.epochs[0] = Int32(c.flag) - 1"),
+    "the other rank's partial is not awaited": (
+        "        while seen != flag:\n", "        while seen > Uint32(0xFFFFFFFE):\n",
+    ),
+    "columns change places between the ranks": (
+        "store_pair(mail_at(c.peer, c, n, i, op)", "store_pair(mail_at(c.peer, c, n, i ^ 1, op)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_the_one_launch_chain_are_caught(compiler: CompileClient, name: str) -> None:
+    old, new = MISTAKES[name]
+    assert STACK.count(old) == 1
+    source = STACK.replace(old, new)
+    verdict = judged(compiler, "kimi-k3-oproj-allreduce", source, {"ctas": 6})
+    assert verdict.status in (Status.WRONG, Status.FLAKY, Status.HANG), verdict.failure
 
 
 @pytest.mark.slow
@@ -105,3 +136,25 @@ def test_the_stack_of_two_ranks_passes(compiler: CompileClient) -> None:
     assert verdict.correctness is not None
     names = {t.name for t in verdict.correctness.tensors}
     assert {"outputs.out", "outputs.out@1", "states.layers.3.kv@1"} <= names
+
+
+@pytest.mark.slow
+def test_the_persistent_step_of_two_ranks_passes(compiler: CompileClient) -> None:
+    """One launch a rank for dense, expert, KDA and MLA layers, with every exchange inside."""
+    options = replace(SIZE, layers=4, rows=1, extra={"mode": "peer2"})
+    verdict = judged(compiler, "kimi-k3-decode", persistent.source(), {"ctas": 4}, options)
+    assert verdict.status is Status.PASSED, verdict.failure
+    assert verdict.timing is not None and verdict.timing.workloads[0].launches == 1
+    said = " ".join(verdict.checked)
+    assert "without rank 0: hang (deadlock); without rank 1: hang (deadlock)" in said
+
+
+@pytest.mark.slow
+def test_a_persistent_step_that_counts_no_steps_is_caught(compiler: CompileClient) -> None:
+    """What an earlier step left in the inbox looks new."""
+    source, old = persistent.source(), "= c.base[STEPS] + 1\n"
+    assert source.count(old) == 1
+    options = replace(SIZE, layers=2, rows=1, extra={"mode": "peer2"})
+    wrong = source.replace(old, "= c.base[STEPS]\n")
+    verdict = judged(compiler, "kimi-k3-decode", wrong, {"ctas": 4}, options)
+    assert verdict.status in (Status.WRONG, Status.FLAKY, Status.HANG), verdict.failure

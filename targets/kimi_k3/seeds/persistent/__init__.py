@@ -11,19 +11,21 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 _PARTS = {
     "decode": (
-        "plan", "fields", "device", "setup", "vectors", "mix", "kda", "kda_half", "moe_fill", "moe_dense", "moe_route",
-        "moe_experts", "moe", "tile_plan", "unit_plan", "tile_codes", "tile_rank", "brief", "units", "ffn", "mla",
-        "decode",
+        "plan", "fields", "device", "setup", "exchange", "vectors", "mix", "kda", "kda_half", "moe_fill", "moe_dense",
+        "moe_route", "moe_experts", "moe", "tile_plan", "unit_plan", "tile_codes", "tile_rank", "brief", "units", "ffn",
+        "mla", "decode",
     ),
     "latent-moe-tiles": (
         "plan", "fields", "device", "setup", "tile_plan", "tile_device", "tile_codes", "tile_rank", "tile_up",
         "tile_down", "tile_front", "tile_back", "tile_route", "tile_alone", "tile_moe", "tile_chain",
     ),
     "latent-moe": (
-        "plan", "fields", "device", "setup", "vectors", "moe_fill", "moe_route", "moe_experts", "moe", "chain",
-        "moe_chain",
+        "plan", "fields", "device", "setup", "exchange", "vectors", "moe_fill", "moe_route", "moe_experts", "moe",
+        "chain", "moe_chain",
     ),
-    "kda": ("plan", "fields", "device", "setup", "tensor", "kda", "kda_bring", "kda_rows", "chain", "kda_chain"),
+    "kda": (
+        "plan", "fields", "device", "setup", "exchange", "tensor", "kda", "kda_bring", "kda_rows", "chain", "kda_chain",
+    ),
 }
 _SHARED = {
     "common": None,

@@ -35,6 +35,14 @@ from targets.kimi_k3.seeds.persistent.device import (
     wait,
     words_at,
 )
+from targets.kimi_k3.seeds.persistent.exchange import (
+    close_inbox,
+    gather_wide,
+    inbox,
+    join_ranks,
+    open_inbox,
+    own_first,
+)
 from targets.kimi_k3.seeds.persistent.ffn import ffn, fill_ffn
 from targets.kimi_k3.seeds.persistent.fields import (
     COUNT,
@@ -142,9 +150,10 @@ def parts(c, op):
         g = op.rows(d.hidden, pair=True)
         add("shared_gate_up", d.shared_dim, g, 0, d.shared_dim * g.row_bytes)
         g = op.rows(d.shared_dim)
-        add("shared_down", d.hidden_local, g)
+        own, others = own_first(c, op)
+        add("shared_down", d.hidden_local, g, own)
         add("latent_up", d.hidden_local, op.rows(d.latent))
-        add("shared_down", d.hidden - d.hidden_local, g, d.hidden_local)
+        add("shared_down", d.hidden - d.hidden_local, g, others)
     return found
 
 
@@ -367,7 +376,13 @@ def add(c: Ctx, h: Half, routed: Int32, sP: cute.Tensor, io: Io, ws: Space, op: 
         if cutlass.const_expr("D" in d.ffn):
             if what & IS_DENSE != 0:
                 load_x(c, ws.delta, rD, g)
-        if cutlass.const_expr("E" in d.ffn):
+                if cutlass.const_expr(d.gpus > 1):
+                    join_ranks(c, "dense", h.layer - 1, rD, g, op)
+        if cutlass.const_expr("E" in d.ffn and d.gpus > 1):
+            if what & IS_DENSE == 0:
+                start = box(c, "delta", turn_of(c, routed - 1), op)
+                gather_wide(c, "delta", h.layer - 1, start, d.hidden_local // 8, rD, op)
+        elif cutlass.const_expr("E" in d.ffn):
             if what & IS_DENSE == 0:
                 boxed = h.step > 0
                 start, own = box(c, "delta", turn_of(c, routed - 1), op), Int32(d.hidden_local // 8)
@@ -382,6 +397,8 @@ def add(c: Ctx, h: Half, routed: Int32, sP: cute.Tensor, io: Io, ws: Space, op: 
             i = vector(c, v, g)
             if i < own:
                 insist(start + Int64(i) * 16, rD[None, v], 2, op)
+        if cutlass.const_expr(d.gpus > 1):
+            join_ranks(c, "attn", h.layer, rD, g, op)
     anew = h.second and h.opens
     rP = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     for v in cutlass.range_constexpr(g.per):
@@ -518,6 +535,8 @@ def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
         store_wide(c, rX, io.out.iterator.toint(), op)
     timeline.end(c.track)
     leave(c, edge, (routed, kdas, Int32(d.layers), mlas), op)
+    if cutlass.const_expr(d.gpus > 1):
+        close_inbox(c, op)
 
 
 @cute.kernel
@@ -528,6 +547,7 @@ def decode_kernel(
     mBank: cute.Tensor,
     mMail: cute.Tensor,
     mSync: cute.Tensor,
+    link: Any,
     phases: Any,
     names: cutlass.Constexpr,
     op: cutlass.Constexpr,
@@ -536,6 +556,8 @@ def decode_kernel(
     c = open_cta(
         layers, mSync, mMail, phases, names, tuple(kind(op.d, n) for n in range(op.d.layers)), op
     )
+    if cutlass.const_expr(op.d.gpus > 1):
+        open_inbox(c, *link, op)
     if c.warp == op.warps:
         if c.lane == 0:
             produce(c, io, op)
@@ -586,7 +608,9 @@ def shape(dims, cfg):
 def workspace(dims, cfg):
     op = shape(dims, cfg)
     bf = lambda n: ("bf16", (max(n, 8),), "undefined", "step")  # noqa: E731
+    between = {"inbox": inbox(dims)} if dims.gpus > 1 else {}
     return {
+        **between,
         "hs": bf(dims.dense_dim), "delta": bf(dims.hidden),
         "bank": bf(8 if op.bank_kept else op.ctas * dims.hidden * max(1, dims.bank_rows - dims.bank_old)),
         "weigh": ("f32", ((2 * dims.layers + 1) * dims.hidden,), "undefined", "persistent"),
@@ -623,8 +647,9 @@ def step(t, cfg, stream):
     ws = Space(None, w.hs, w.delta, None)
     tensors = tuple(tuple(x.values()) for x in found)
     names = tuple(tuple(x) for x in found)
+    link = (w.inbox, t.peers[0].workspace.inbox, t.rank) if d.gpus > 1 else None
     decode_kernel(
-        tensors, io, ws, w.bank, w.mail, w.sync, timeline.buffer(t, cfg), names, op
+        tensors, io, ws, w.bank, w.mail, w.sync, link, timeline.buffer(t, cfg), names, op
     ).launch(
         grid=(op.ctas, 1, 1), block=(op.block, 1, 1), stream=stream, cooperative=True,
         min_blocks_per_mp=1,

@@ -27,6 +27,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     turn_of,
     wait,
 )
+from targets.kimi_k3.seeds.persistent.exchange import tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.moe import shared_down, up_projection
 from targets.kimi_k3.seeds.persistent.moe_experts import experts_down, experts_up
@@ -124,6 +125,8 @@ def post_front(c: Ctx, layer: Int32, pairs: Boolean, turn: Int32, op: cutlass.Co
                 post(c, "logits", turn, first_r + i, x, op)
             else:
                 post(c, "latent", turn, first_l + i - n_r, x, op)
+                if cutlass.const_expr(d.gpus > 1 and d.latent_sharded):
+                    tell_rank(c, "latent", layer, first_l + i - n_r, x)
 
 
 @cute.jit
@@ -168,7 +171,7 @@ def ffn(
     rN = load_norm(c, field(c, layer, F["latent_norm"], COUNT), op.rows(op.d.latent))
     wait(c, edge, op, acquire=False, missing=op.missing)
     timeline.mark(c.track, "up projection", layer)
-    it = up_projection(c, rN, turn, it, None, op)
+    it = up_projection(c, layer, rN, turn, it, None, op)
     return it, edge
 
 

@@ -48,7 +48,7 @@ def layer_tensors(t, n, dims):
         found |= {"state_conv": state.conv, "state_S": state.S}
     else:
         found |= {"kv": state.kv}
-    if dims.ranks > 1:
+    if dims.ranks > 1 and dims.gpus == 1:
         remote = t.inputs.remote.layers[n]
         found |= {f"remote_{r}": getattr(remote, r) for r in REMOTE if hasattr(remote, r)}
         if dims.ffn[n] == "E":
@@ -91,7 +91,7 @@ def vectors(dims):
         found += [("q_a_norm", 2 * d.q_lora, "M"), ("kv_a_norm", 2 * d.kv_lora, "M")]
     if "E" in d.ffn:
         found += [("router_bias", 4 * d.experts, "E"), ("latent_norm", 2 * d.latent, "E")]
-    if d.ranks > 1:
+    if d.ranks > 1 and d.gpus == 1:
         found.append(("remote_attn", 4 * d.hidden, "KM"))
         if "E" in d.ffn:
             found += [

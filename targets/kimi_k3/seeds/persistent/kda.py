@@ -36,6 +36,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     wait,
     words_at,
 )
+from targets.kimi_k3.seeds.persistent.exchange import tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.plan import most, share
 
@@ -336,7 +337,7 @@ def out_projection(
     d = op.d
     turn = turn_of(c, layer, LAYERS)
     first, n = share(d.hidden, c.cta, op.ctas)
-    if cutlass.const_expr(d.ranks > 1):
+    if cutlass.const_expr(d.ranks > 1 and d.gpus == 1):
         remote = field(c, layer, F["remote_attn"], COUNT) + Int64(first) * 4
         rRemote = ahead(c, remote, n, most(d.hidden, op.ctas), op)
     it = drain(c, it, n, Int32(0), rO, g, op)
@@ -345,8 +346,10 @@ def out_projection(
         i = c.tid + k * op.threads
         if i < n:
             total = gathered(c, i, g.width)
-            if cutlass.const_expr(d.ranks > 1):
+            if cutlass.const_expr(d.ranks > 1 and d.gpus == 1):
                 total = round_bf16(total) + rRemote[k]
+            if cutlass.const_expr(d.gpus > 1):
+                tell_rank(c, "attn", layer, first + i, total)
             post(c, "attn", turn, first + i, total, op)
             if cutlass.const_expr(y is not None):
                 y[first + i] = total.to(BFloat16)

@@ -22,6 +22,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     turn_of,
     wait,
 )
+from targets.kimi_k3.seeds.persistent.exchange import join_ranks, sum_shared, tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.moe_experts import experts_down, experts_up
 from targets.kimi_k3.seeds.persistent.moe_route import choose, load_bias
@@ -68,22 +69,30 @@ def shared_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Conste
     g = op.rows(d.shared_dim)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     first, n = share(d.hidden_local, c.cta, op.ctas)
-    if cutlass.const_expr(d.hidden > d.hidden_local):
+    sends = d.hidden > d.hidden_local
+    if cutlass.const_expr(sends and d.gpus == 1):
         remote = field(c, layer, F["remote_shared"], COUNT) + Int64(first) * 4
         rRemote = ahead(c, remote, n, most(d.hidden_local, op.ctas), op)
     load_box(c, "hs", turn, rX, g, op)
     it = drain(c, it, n, Int32(0), rX, g, op)
-    if cutlass.const_expr(d.hidden > d.hidden_local):
+    if cutlass.const_expr(sends):
         first_s, n_s = share(d.hidden - d.hidden_local, c.cta, op.ctas)
         it = drain(c, it, n_s, n, rX, g, op)
         consumers(op)
-        gSend = at(BFloat16, field(c, layer, F["send"], COUNT), d.hidden - d.hidden_local)
+        if cutlass.const_expr(d.gpus == 1):
+            gSend = at(BFloat16, field(c, layer, F["send"], COUNT), d.hidden - d.hidden_local)
         for k in cutlass.range_constexpr(-(-most(d.hidden_local, op.ctas) // op.threads)):
             i = c.tid + k * op.threads
             if i < n:
-                c.own[i] = round_bf16(round_bf16(gathered(c, i, g.width)) + rRemote[k])
+                own = round_bf16(gathered(c, i, g.width))
+                if cutlass.const_expr(d.gpus == 1):
+                    own = round_bf16(own + rRemote[k])
+                c.own[i] = own
         for i in cutlass.range(c.tid, n_s, op.threads, unroll=1):
-            gSend[first_s + i] = gathered(c, n + i, g.width).to(BFloat16)
+            if cutlass.const_expr(d.gpus > 1):
+                tell_rank(c, "shared", layer, first_s + i, gathered(c, n + i, g.width))
+            else:
+                gSend[first_s + i] = gathered(c, n + i, g.width).to(BFloat16)
     else:
         consumers(op)
         for i in cutlass.range(c.tid, n, op.threads, unroll=1):
@@ -93,18 +102,26 @@ def shared_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Conste
 
 
 @cute.jit
-def up_projection(c: Ctx, rN: cute.Tensor, turn: Int32, it: Int32, y: Any, op: cutlass.Constexpr):
+def up_projection(
+    c: Ctx, layer: Int32, rN: cute.Tensor, turn: Int32, it: Int32, y: Any, op: cutlass.Constexpr
+):
     """delta (and y, where given) = bf(bf(bf(RMS(z; latent_norm)) W_up^T) + shared) of this CTA's columns."""
     d = op.d
     g = op.rows(d.latent)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     load_box(c, "z", turn, rX, g, op)
+    if cutlass.const_expr(d.gpus > 1):
+        join_ranks(c, "moe", layer, rX, g, op)
     normalise(c, rX, rN, g, op)
     first, n = share(d.hidden_local, c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rX, g, op)
     consumers(op)
+    if cutlass.const_expr(d.gpus > 1):
+        sum_shared(c, layer, op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
         u = round_bf16(gathered(c, i, g.width))
+        if cutlass.const_expr(d.gpus > 1):
+            tell_rank(c, "delta", layer, first + i, u + c.own[i])
         post(c, "delta", turn, first + i, u + c.own[i], op)
         if cutlass.const_expr(y is not None):
             y[first + i] = (u + c.own[i]).to(BFloat16)
@@ -159,5 +176,5 @@ def moe(
     rN = load_norm(c, field(c, layer, F["latent_norm"], COUNT), op.rows(op.d.latent))
     wait(c, edge, op, acquire=False)
     timeline.mark(c.track, "up projection", layer)
-    it = up_projection(c, rN, turn, it, y, op)
+    it = up_projection(c, layer, rN, turn, it, y, op)
     return it, edge

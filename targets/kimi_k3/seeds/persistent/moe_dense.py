@@ -17,6 +17,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     gathered,
     wait,
 )
+from targets.kimi_k3.seeds.persistent.exchange import tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.vectors import load_x, situ_pair
@@ -54,7 +55,9 @@ def dense(
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
         y = gathered(c, i, g.width)
-        if cutlass.const_expr(d.ranks > 1):
+        if cutlass.const_expr(d.gpus > 1):
+            tell_rank(c, "dense", layer, first + i, y)
+        if cutlass.const_expr(d.ranks > 1 and d.gpus == 1):
             y = (
                 round_bf16(y)
                 + at(Float32, field(c, layer, F["remote_dense"], COUNT), d.hidden)[first + i]

@@ -23,6 +23,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     view,
     words_at,
 )
+from targets.kimi_k3.seeds.persistent.exchange import look_either, take_either, tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
 
@@ -121,16 +122,25 @@ def stage_latent(c: Ctx, layer: Int32, turn: Int32, sX: cute.Tensor, op: cutlass
     per = -(-vecs // op.threads)
     start = box(c, "latent", turn, op)
     rL = cute.make_rmem_tensor(cute.make_layout((4, per)), Uint32)
+    gathers = d.gpus > 1 and d.latent_sharded
+    rIn = cute.make_rmem_tensor(cute.make_layout((8, per if gathers else 1)), Uint32)
     for v in cutlass.range_constexpr(per):
         i = c.tid + v * op.threads
-        if i < own:
+        if cutlass.const_expr(gathers):
+            rIn[None, v].fill(0)
+            if i < vecs:
+                look_either(c, "latent", layer, (start, own, i), rIn[None, v], op)
+        elif i < own:
             peek(start + Int64(i) * 16, rL[None, v])
         elif i < vecs:
             if cutlass.const_expr(d.latent_rows < d.latent):
                 words_at(field(c, layer, F["remote_latent"], COUNT), i - own, rL[None, v])
     for v in cutlass.range_constexpr(per):
         i = c.tid + v * op.threads
-        if i < own:
+        if cutlass.const_expr(gathers):
+            if i < vecs:
+                take_either(c, "latent", layer, (start, own, i), rIn[None, v], rL[None, v], op)
+        elif i < own:
             insist(start + Int64(i) * 16, rL[None, v], 2, op)
         if i < vecs:
             pair_up(rL[None, v])
@@ -205,7 +215,7 @@ def experts_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Const
     first, n = share(d.latent, c.cta, op.ctas, g.unit)
     sH = view(c, Uint32, 0, d.topk * d.expert_dim // 2)
     sF = view(c, Float32, 2 * d.topk * d.expert_dim, d.topk * op.down_rows)
-    if cutlass.const_expr(d.ranks > 1):
+    if cutlass.const_expr(d.ranks > 1 and d.gpus == 1):
         remote = field(c, layer, F["remote_moe"], COUNT) + Int64(first) * 4
         rRemote = ahead(c, remote, n, op.down_rows, op)
     stage_hidden(c, turn, sH, op)
@@ -230,7 +240,9 @@ def experts_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Const
             total = Float32(0.0)
             for k in cutlass.range(d.topk, unroll_full=True):
                 total += c.weights[k] * sF[k * op.down_rows + i]
-            if cutlass.const_expr(d.ranks > 1):
+            if cutlass.const_expr(d.ranks > 1 and d.gpus == 1):
                 total = round_bf16(total) + rRemote[turn_]
+            if cutlass.const_expr(d.gpus > 1):
+                tell_rank(c, "moe", layer, first + i, total)
             post(c, "z", turn, first + i, total, op)
     return it
