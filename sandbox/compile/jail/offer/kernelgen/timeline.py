@@ -87,7 +87,7 @@ def _open(phases: cute.Tensor, number: Int32, lead: cutlass.Boolean):  # type: i
     tid, _, _ = cute.arch.thread_idx()
     slot = tid // 32 % 32
     inside = lead and number < TRACKS
-    base = phases.iterator.toint() + Int64(number) * (16 * ROWS)
+    base = phases.iterator.toint() + Int64(number) * (16 * ROWS)  # type: ignore[union-attr]
     if inside:
         head = cute.make_ptr(Int32, base, cute.AddressSpace.gmem, assumed_align=16)
         count[slot] = cute.make_tensor(head, cute.make_layout((4,)))[0]
@@ -98,7 +98,7 @@ def _open(phases: cute.Tensor, number: Int32, lead: cutlass.Boolean):  # type: i
 
 
 @cute.jit
-def _mark(track: Track, phase: cutlass.Constexpr, layer: Int32):  # type: ignore[no-untyped-def]
+def _mark(track: Track, phase: cutlass.Constexpr, layer: Int32):  # type: ignore[no-untyped-def, name-defined]
     if track.lead:
         n = track.count[track.slot] + 1
         if n < ROWS:
