@@ -93,7 +93,11 @@ def test_a_page_recorded_on_an_h200() -> None:
     """A bf16 GEMV of torch, 90.2 MB of weights: what Nsight Compute 2025.3 wrote, device attributes left out."""
     (row,) = ncu.parse((Path(__file__).parent / "ncu_h200.csv").read_text())
     assert row["us"] == pytest.approx(26.016) and row["memory read, bytes"] == 90_177_280
-    assert (row["memory throughput, %"], row["L2 hit, %"], row["tensor pipe, %"]) == (74.02, 28.31, 2.89)
+    assert (row["memory throughput, %"], row["L2 hit, %"], row["tensor pipe, %"]) == (
+        74.02,
+        28.31,
+        2.89,
+    )
     assert (row["stall long scoreboard"], row["stall membar"]) == (11.94, 0.0)
     (found,) = ncu.by_kernel([row]).values()
     assert found["memory, GB/s"] == pytest.approx(3554.8, abs=0.1)
