@@ -6,8 +6,9 @@ tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from targets.kimi_k3.baseline import cublaslt, libraries, tiles
 from targets.kimi_k3.baseline.kernels import products, rows
-from targets.kimi_k3.baseline.tiles import Tile, cdiv, power
+from targets.kimi_k3.baseline.tiles import Tile, Way, cdiv, power
 from targets.kimi_k3.sizes import EPS
 
 if TYPE_CHECKING:
@@ -25,13 +26,27 @@ Launch = Callable[[], None]
 BLOCK = 1024
 
 
+@dataclass
+class Here:
+    """What the plans of a process share on a device: a clock, tuned algorithms, and what trials have decided."""
+
+    cold: Callable[..., float] = field(default_factory=libraries.Cold)
+    tuned: cublaslt.Tuned | None = None
+    taken: dict[Hashable, bool] = field(default_factory=dict)
+    ways: dict[Hashable, Way] = field(default_factory=dict)
+
+
+@functools.cache
+def here(device: torch.device) -> Here:
+    return Here()
+
+
 class BlasProducts:
     """`Maker.linear` by cuBLASLt: call it with a place, (x, W, y) and the ends of the product."""
 
     def __init__(self, maker: Maker) -> None:
         self.maker = maker
-        self.tuned: cublaslt.Tuned | None = None
-        self.cold = libraries.Cold()
+        self.here = here(maker.device)
         self._taken: dict[str, bool] = {}
 
     @property
@@ -49,7 +64,11 @@ class BlasProducts:
         if not operands[0].is_cuda:
             return False
         if place not in self._taken:
-            self._taken[place] = self._faster(place, operands, ends)
+            known = self.here.taken
+            key = (place, *operands[1].shape, make.m, ends.mode)
+            if key not in known:
+                known[key] = self._faster(place, operands, ends)
+            self._taken[place] = known[key]
         return self._taken[place]
 
     def _faster(self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends) -> bool:
@@ -72,7 +91,7 @@ class BlasProducts:
         trial = libraries.Trial(
             f"cuBLASLt in place of ours, {place}", ours, theirs, y, least=tiles.BLAS_LEAST
         )
-        return self.maker.shelf.better(trial, self.cold) is theirs
+        return self.maker.shelf.better(trial, self.here.cold) is theirs
 
     def __call__(self, place: str, operands: tuple[Tensor, Tensor, Tensor], ends: Ends) -> Launch:
         x, w, y = operands
@@ -118,9 +137,9 @@ class BlasProducts:
 
             return run
         try:
-            if self.tuned is None:
-                self.tuned = cublaslt.Tuned(x.device, self.cold)
-            launch, said = self.tuned.launch(operands)
+            if self.here.tuned is None:
+                self.here.tuned = cublaslt.Tuned(x.device, self.here.cold)
+            launch, said = self.here.tuned.launch(operands)
         except (cublaslt.Missing, OSError) as error:
 
             def launch() -> None:

@@ -61,8 +61,15 @@ class RoutedExperts:
                 self._halves(layer, r, (shared, way))
         if self.way is None:
             measured = r.z.is_cuda and len(ways) > 1
-            self.way = self._fastest(layer, r, shared) if measured else ways[0]
+            self.way = self._known(layer, r, shared) if measured else ways[0]
         return self._halves(layer, r, (shared, self.way))
+
+    def _known(self, layer: Layer, r: Routed, shared: Shared) -> Way:
+        known = self.maker.blas.here.ways
+        key = (self.maker.m, self.maker.shape.sizes)
+        if key not in known:
+            known[key] = self._fastest(layer, r, shared)
+        return known[key]
 
     def _fastest(self, layer: Layer, r: Routed, shared: Shared) -> Way:
         """By time, on drawn operands; ids of a step are not there yet."""
@@ -78,7 +85,7 @@ class RoutedExperts:
         for way in others:
             theirs = self._halves(layer, drawn, (shared, way))
             trial = libraries.Trial(way.name, launches, theirs, r.z)
-            if make.shelf.better(trial, make.blas.cold) is theirs:
+            if make.shelf.better(trial, make.blas.here.cold) is theirs:
                 best, launches = way, theirs
         return best
 
