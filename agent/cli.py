@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from agent.commands.common import code_of, complain
+from agent.commands.common import code_of, complain, said
 
 COMMANDS = {
     "optimize": "optimize", "resume": "optimize", "evaluate": "evaluate", "compile": "evaluate",
@@ -55,7 +55,7 @@ class Kernelgen(click.Group):
             code = code_of(error)
             if code is None:
                 raise
-            complain(str(error))
+            complain(said(error))
             sys.exit(code)
         sys.exit(result if isinstance(result, int) else 0)
 

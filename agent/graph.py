@@ -29,7 +29,7 @@ from agent.propose import propose, repair
 from agent.record import record
 from agent.reflect import reflect
 from agent.state import CandidateOut, CandidateState, Deps, RunState
-from agent.store import Corrupt
+from agent.store import Corrupt, database, translate
 from agent.tune import tune
 from agent.workspace import Missing
 from sandbox.compile_client import NoIsolation
@@ -251,10 +251,12 @@ def most_steps(settings: RunSettings) -> int:
 
 @contextmanager
 def engine(db: str | Path, run: str, settings: RunSettings) -> Iterator[Engine]:
-    """Checkpoints lie in runs.db beside the record."""
-    conn = sqlite3.connect(str(db), timeout=30.0, check_same_thread=False)
+    """Checkpoints lie in runs.db beside the record. Raises Corrupt, OSError."""
+    conn = sqlite3.connect(str(db), timeout=database.BUSY_S, check_same_thread=False)
     try:
         graph = run_graph().compile(checkpointer=SqliteSaver(conn))
         yield Engine(graph, run, max(1, settings.k), most_steps(settings))
+    except sqlite3.DatabaseError as error:
+        raise translate(error, Path(db)) from error
     finally:
         conn.close()

@@ -13,6 +13,7 @@ from agent import trajectory
 from agent.config import KEYS, RunSettings
 from agent.models.base import Model
 from agent.models.external import External
+from agent.models.folder import only_ours
 from agent.models.llm import ModelProposer
 from agent.models.replay import Replay
 from agent.models.tuner import Tuner
@@ -53,7 +54,7 @@ def make_model(settings: RunSettings) -> Model | None:
 
 
 def seat(run: str, settings: RunSettings, session: Session, check: Callable[[], None]) -> Party:
-    """Raises AuthError, NotFound for a run to replay that does not exist, BadRecord."""
+    """Raises AuthError, NotFound for a run to replay that does not exist, BadRecord, FileExistsError."""
     place = session.place
     if settings.proposer == "tuner":
         return Party(Tuner())
@@ -67,9 +68,11 @@ def seat(run: str, settings: RunSettings, session: Session, check: Callable[[], 
     from agent.book import Book
 
     if settings.proposer == "external":
+        folder = folder_of(place, run, settings)
+        only_ours(folder)
         return Party(
             External(
-                folder_of(place, run, settings), place.workspace, settings.wait, session.sleep,
+                folder, place.workspace, settings.wait, session.sleep,
                 session.reporter.say, check, Book().stable,
             )
         )  # fmt: skip

@@ -36,6 +36,13 @@ def write_bytes(path: Path, data: bytes, paid: bool = False) -> None:
     and its file; a power cut may then leave an empty one, which reads as none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(path, data, paid)
+    except OSError as error:  # of the temporary file, or of none
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write(path: Path, data: bytes, paid: bool) -> None:
     fd, temporary = tempfile.mkstemp(prefix=".new-", dir=path.parent)
     try:
         with os.fdopen(fd, "wb") as file:

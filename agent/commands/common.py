@@ -51,6 +51,15 @@ def code_of(error: Exception) -> int | None:
     return None
 
 
+def said(error: Exception) -> str:
+    """An expected failure in words: the file first, no numbers of the system."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    name = error.filename
+    where = os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else name
+    return error.strerror if where is None else f"{where}: {error.strerror}"
+
+
 def complain(text: str) -> None:
     """One line on stderr."""
     line = " ".join(text.split())

@@ -49,6 +49,14 @@ tunable_option = click.option(
 )  # fmt: skip
 
 
+def _source(file: str, target: str, tunables: dict[str, Any]) -> offline.File:
+    """Raises Usage for a file that is not there."""
+    try:
+        return offline.read(file, target, tunables)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise common.Usage(f"{file}: {error.strerror}") from error
+
+
 @click.command("compile")
 @click.argument("file")
 @common.workload_options
@@ -77,7 +85,7 @@ def compile_(file: str, **asked: Any) -> int:
     target = common.find_target(asked["target"])
     name = common.full_name(asked["target"])
     workload = target.workload(common.chosen(target, "cpu", asked))
-    source = offline.read(file, name, asked["tunables"])
+    source = _source(file, name, asked["tunables"])
     place = common.place_of(asked["db"], None)
     wanted = Wanted("cpu", asked["arch"], asked["sandbox"] or "", asked["trust_this_code"])
     services = start_compiler(wanted, place.workspace)
@@ -153,8 +161,8 @@ def evaluate(files: tuple[str, ...], **asked: Any) -> int:
     target = common.find_target(asked["target"])
     name = common.full_name(asked["target"])
     workload = target.workload(common.chosen(target, asked["device"], asked))
-    sources = [offline.read(f, name, asked["tunables"]) for f in files]
-    rival = offline.read(asked["against"], name, {}) if asked["against"] else None
+    sources = [_source(f, name, asked["tunables"]) for f in files]
+    rival = _source(asked["against"], name, {}) if asked["against"] else None
     place = common.place_of(asked["db"], None)
     wanted = Wanted(
         asked["device"], asked["arch"] or "", asked["sandbox"] or "", asked["trust_this_code"],

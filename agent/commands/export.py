@@ -117,9 +117,10 @@ def _vllm(queries: Queries, found: Any, asked: dict[str, Any]) -> dict[str, Any]
     # Refusals come before the compile, which takes a while.
     vllm.place_for(found, asked["place"])
     open_checkout(asked["checkout"].resolve())
-    rebuilt = _rebuilt(found, asked)
     suffix = "" if asked["place"] == "op" else f"-{asked['place']}"
     folder = _output(asked, f"{found.slug}-vllm{suffix}")
+    vllm.may_write(folder)
+    rebuilt = _rebuilt(found, asked)
     pin = pinned.Pinned(None, "--no-pinned-dsl was given")
     if not asked["no_pinned_dsl"]:
         common.talk().print(

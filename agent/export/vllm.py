@@ -63,6 +63,7 @@ def write(queries: Queries, s: Subject, wanted: Wanted) -> Exported:
     """Raises ExportRefused, NoIsolation, OSError."""
     place = place_for(s, wanted.kind)
     vllm_files.check_entry(place, s.source)
+    may_write(wanted.folder)
     checkout = open_checkout(wanted.checkout)
     checks = Checks([f"reproduction: {wanted.rebuilt.sentence}"], wanted.pinned)
     plan = _plan(s, place)
@@ -73,11 +74,15 @@ def write(queries: Queries, s: Subject, wanted: Wanted) -> Exported:
         text = vllm_text.pull_request(plan, checkout, checks.done, _template(tree))
     how = set_branch(checkout, branch, tip, _earlier(wanted.folder))
     wanted.folder.mkdir(parents=True, exist_ok=True)
+    state = {"branch": branch, "base": checkout.base, "tip": tip}
+    (wanted.folder / STATE).write_bytes(
+        pretty({**state, "patches": []})
+    )  # first: it says whose folder this is
     series = patches(checkout, tip, wanted.folder)
     files = {
         "PR.md": text.encode(), "PROVENANCE.md": markdown(origin).encode(),
         "provenance.json": pretty(origin),
-        STATE: pretty({"branch": branch, "base": checkout.base, "tip": tip, "patches": series}),
+        STATE: pretty({**state, "patches": series}),
     }  # fmt: skip
     for name, data in files.items():
         (wanted.folder / name).write_bytes(data)
@@ -88,6 +93,12 @@ def write(queries: Queries, s: Subject, wanted: Wanted) -> Exported:
         f"next: read every line, then git -C {checkout.root} switch {branch}, and PR.md",
     )  # fmt: skip
     return Exported(wanted.folder, branch, tip, series, said)
+
+
+def may_write(folder: Path) -> None:
+    """Patches of an earlier export are replaced there, nobody else's. Raises ExportRefused."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / STATE).is_file():
+        raise ExportRefused(f"{folder} holds other things than an export's: choose another -o")
 
 
 def place_for(s: Subject, kind: str) -> Place:

@@ -19,14 +19,26 @@ from agent.workspace import Workspace, write_bytes, write_json
 SHOWN_BUFFERS = 40
 SHOWN_HISTORY = 40
 LONGEST_MESSAGE = 2000
+MARK = "signature.json"
+OURS = ("task.md", "guide.md", "best.py", "feedback.md", "history")
+
+
+def only_ours(folder: Path) -> None:
+    """The files of somebody who has some of the same names are not written over. Raises FileExistsError."""
+    there = [name for name in OURS if (folder / name).exists()]
+    if there and not (folder / MARK).exists():
+        raise FileExistsError(
+            f"{folder} has a {there[0]} and is no folder of a run: it is left as it is; choose another --folder"
+        )
 
 
 def write_folder(folder: Path, s: Situation, workspace: Workspace, guide: str) -> None:
     """Refresh everything but the author's own files. `guide`: how to write such kernels. Raises
-    OSError.
+    OSError, FileExistsError for a folder with other files of those names.
     """
+    only_ours(folder)
+    write_json(folder / MARK, _signature(s.task))  # first: it says whose folder this is
     write_bytes(folder / "task.md", _task(s).encode())
-    write_json(folder / "signature.json", _signature(s.task))
     write_bytes(folder / "guide.md", guide.encode())
     write_bytes(folder / "best.py", s.incumbent_source.encode())
     write_bytes(folder / "feedback.md", _feedback(s, workspace).encode())

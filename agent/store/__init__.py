@@ -2,8 +2,8 @@
 same file.
 """
 
-from agent.store.database import Corrupt
+from agent.store.database import Corrupt, translate
 from agent.store.queries import Queries
 from agent.store.store import RunRow, Store
 
-__all__ = ["Corrupt", "Queries", "RunRow", "Store"]
+__all__ = ["Corrupt", "Queries", "RunRow", "Store", "translate"]

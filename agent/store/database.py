@@ -6,7 +6,9 @@ no write begins as a read (that upgrade ignores the busy timeout).
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +46,11 @@ def translate(error: sqlite3.DatabaseError, path: Path) -> Exception:
     if isinstance(error, sqlite3.IntegrityError):
         return error
     if "full" in text:
-        return OSError(28, f"no space left for {path}")
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    if "locked" in text:
+        return OSError(
+            errno.EBUSY, f"another process has kept it locked for {BUSY_S:g} s", str(path)
+        )
     return Corrupt(f"{path}: {text}")
 
 

@@ -222,7 +222,7 @@ def test_dry_run_shows_the_prompt_and_the_cost_and_records_nothing(call: Call) -
         (["optimize", "--target", TARGET, "--proposer", "anthropic", "--device", "cpu"], 2, "ANTHROPIC_API_KEY"),
         (["resume", "last"], 2, "no record"),
         (["show", "nothing"], 2, "no record"),
-        (["evaluate", "--target", TARGET, "missing.py"], 1, "missing.py"),
+        (["evaluate", "--target", TARGET, "missing.py"], 2, "missing.py"),
         (["judge", "."], 1, "manifest.json"),
         (["targets", "nothing"], 2, "no target"),
     ],

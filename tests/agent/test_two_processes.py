@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from click.testing import Result
 import agent.commands.optimize
 from agent import fakes, runner
 from agent.locks import RunBusy, held, hold
-from agent.store import Queries, Store
+from agent.store import Queries, Store, database
 from agent.workspace import RunFiles, Workspace
 from tests.agent.conftest import Kit
 from tests.agent.test_cli import TARGET, call, optimize  # noqa: F401 (a fixture)
@@ -148,3 +150,46 @@ def test_a_replay_reports_on_its_own_run_though_another_began_meanwhile(
     newest = json.loads(call("runs", "--json").stdout)["runs"][0]["id"]
     assert data["run"] != newest
     assert data["of"] == of
+
+
+@contextmanager
+def locked(db: Path, seconds: float) -> Iterator[None]:
+    """Another process writes to the record and does not come to an end."""
+    ready = multiprocessing.Event()
+
+    def work() -> None:
+        conn = sqlite3.connect(db)
+        conn.execute("BEGIN EXCLUSIVE")
+        ready.set()
+        time.sleep(seconds)
+
+    process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+    process.start()
+    try:
+        assert ready.wait(60)
+        yield
+    finally:
+        process.kill()
+        process.join(60)
+
+
+def test_a_record_that_is_locked_for_a_while_is_waited_for_and_for_long_is_said_in_one_line(
+    call: Call,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = json.loads(optimize(call, "--json", "--rounds", "1").stdout)
+    args = ("review", "last", "--send-back", "1", "--note", "no")
+    with locked(Path("runs.db"), 1.0):
+        assert call(*args).exit_code == 0
+    monkeypatch.setattr(database, "BUSY_S", 0.2)
+    with locked(Path("runs.db"), 600):
+        for again in (("review", "last", "--reject", "1", "--note", "no"), ("resume", "last")):
+            done = call(*again)
+            assert done.exit_code == 1, done.output
+            assert done.stderr.splitlines()[-1] == (
+                "kernelgen: runs.db: another process has kept it locked for 0.2 s"
+            )
+        assert call("runs").exit_code == 0  # who only reads is not kept waiting
+    on = call("resume", "last", "--rounds", "2", "--json")
+    assert on.exit_code in (0, 1), on.output
+    assert json.loads(on.stdout)["candidates"] > first["candidates"]
