@@ -36,6 +36,8 @@ TUNABLES = {
     "paired": (True, False),
     "spin_limit": (0, 200_000),
 }
+SHARED_MEMORY = 232448
+"""Of a CTA on sm_90a, sm_100a and sm_103a."""
 
 
 @cute.jit
@@ -151,10 +153,13 @@ def stack_shape(dims, cfg):
     groups = dims.hidden // 8
     per = -(-groups // cfg.ctas)
     split = divisor_below(dims.kda_dim // 32, cfg.warps)
-    return Stack(
+    op = Stack(
         dims.layers, dims.rows, dims.hidden, dims.kda_dim, -(-groups // per), per, max(split, dims.rows), split,
         dims.bank_rows, dims.eps, cfg.eager, cfg.paired, cfg.spin_limit,
     )  # fmt: skip
+    if op.shared > SHARED_MEMORY:
+        raise ValueError(f"{op.shared} bytes of shared memory: too many columns of k a CTA")
+    return op
 
 
 def workspace(dims, cfg):

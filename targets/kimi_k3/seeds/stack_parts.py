@@ -69,8 +69,13 @@ class Stack:
         return -(-self.k // (128 * self.share))
 
     @property
-    def even(self):
-        return self.ctas * self.per * 8 == self.hidden
+    def shared(self):
+        """Bytes of shared memory of a CTA: weights, x, the warps' sums, and small things."""
+        return (
+            self.width * self.pitch
+            + self.rows * (2 * self.k + 16 + 4 * self.split * self.width)
+            + 2048
+        )
 
     @property
     def ctas4(self):
