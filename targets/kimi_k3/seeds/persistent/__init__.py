@@ -16,7 +16,8 @@ _PARTS = {
         "mla", "decode",
     ),
     "latent-moe-tiles": (
-        "plan", "fields", "device", "setup", "tile_plan", "tile_device", "tile_codes", "tile_rank", "tile_up",
+        "plan", "fields", "device", "setup", "tile_plan", "tile_device", "tile_codes", "tile_rank", "tile_even",
+        "tile_up",
         "tile_down", "tile_front", "tile_back", "tile_route", "tile_alone", "tile_moe", "tile_chain",
     ),
     "latent-moe": (
@@ -24,7 +25,8 @@ _PARTS = {
         "chain", "moe_chain",
     ),
     "kda": (
-        "plan", "fields", "device", "setup", "exchange", "tensor", "kda", "kda_bring", "kda_rows", "chain", "kda_chain",
+        "plan", "fields", "device", "setup", "exchange", "tensor", "kda", "kda_sizes", "kda_bring", "kda_rows",
+        "chain", "kda_chain",
     ),
 }
 _SHARED = {

@@ -14,11 +14,15 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from targets.kimi_k3.seeds.common import smem
 from targets.kimi_k3.seeds.persistent.device import Ctx, at, bulk, field, stage_free, view
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.kda_sizes import (
+    HEAD,
+    ROW,
+    channels_of,
+    pitch_of,
+    state_stages,
+    window,
+)
 from targets.kimi_k3.seeds.persistent.tensor import TOKENS
-
-HEAD = 128
-ROW = 4 * HEAD
-"""Bytes of a row of a state."""
 
 
 class Seat(NamedTuple):
@@ -39,35 +43,6 @@ class Taps(NamedTuple):
     weights: Any
     full: Any
     empty: Any
-
-
-# ---- sizes, plain Python
-
-
-def channels_of(op):
-    """Channels of a CTA: q, k and its own of v."""
-    return 2 * HEAD + op.state_rows
-
-
-def window(op):
-    """Channels of v that are copied: whole 16 bytes around this CTA's own."""
-    return min(HEAD, -(-(op.state_rows + 7) // 8) * 8)
-
-
-def pitch_of(op):
-    """Channels of a tap in shared memory."""
-    return 2 * HEAD + window(op)
-
-
-def state_stages(op):
-    """(rows of a token in a stage, stages a token is cut into, tokens of a stage, stages)."""
-    rows, cuts, tokens = op.state_rows, 1, 1
-    if rows * ROW <= op.stage:
-        tokens = min(op.d.rows, op.stage // (rows * ROW))
-    else:
-        rows = op.stage // (4 * ROW) * 4
-        cuts = -(-op.state_rows // rows)
-    return rows, cuts, tokens, -(-op.d.rows // tokens) * cuts
 
 
 # ---- who has what

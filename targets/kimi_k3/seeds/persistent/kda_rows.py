@@ -37,19 +37,16 @@ from targets.kimi_k3.seeds.persistent.device import (
 )
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.kda_bring import (
-    HEAD,
     Seat,
     Taps,
-    channels_of,
     fill_states,
-    pitch_of,
     seat,
     slot_of,
     state_row,
-    state_stages,
     taps_at,
     window_first,
 )
+from targets.kimi_k3.seeds.persistent.kda_sizes import HEAD, channels_of, pitch_of, state_stages
 from targets.kimi_k3.seeds.persistent.plan import most, share
 from targets.kimi_k3.seeds.persistent.tensor import (
     TILE,

@@ -40,6 +40,7 @@ TUNABLES = {
     "early": (16, 0, 4, 64),
     "in_flight": (2, 0, 3, 4, 5, 6, 1),
     "ahead": (0, 1, 2, 3),
+    "even": (1, 0),
     "spin_limit": (0, 200000, 2000000),
 }
 
@@ -130,7 +131,8 @@ def tile_shape(dims, cfg):
     refuse_others_tiles(dims)
     fits = max(1, min(cfg.sms, dims.hidden // 32))
     return TileOp(
-        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early, cfg.in_flight, cfg.ahead
+        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early, cfg.in_flight,
+        cfg.ahead, cfg.even,
     )  # fmt: skip
 
 

@@ -266,22 +266,42 @@ def fill_blocks(
 
 
 @cute.jit
-def tile_times(c: Tiles, it: Int32, rX: cute.Tensor, g: cutlass.Constexpr, op: cutlass.Constexpr):
-    """rC[4] = a tile times x: (row g, token 2 q), (g, 2 q + 1), (g + 8, ..) of lane 4 g + q; this warp's columns."""
+def tile_rows(c: Tiles, left: Int32, g: cutlass.Constexpr, op: cutlass.Constexpr):
+    """Where this lane's rows of a tile begin in a stage, in 16 bytes; beyond `left` of them the last."""
+    half = g.height // 2
+    row = c.lane // 4 % 2 * half + c.lane // 8
+    found = []
+    for k in cutlass.range_constexpr(g.height // 8):
+        r = within(row + 4 * k, left)
+        found.append(r // half * (g.block // 16) + r % half * (g.piece // 16))
+    return found
+
+
+@cute.jit
+def tile_times(
+    c: Tiles, it: Int32, rX: cute.Tensor, left: Int32, g: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """rC[4] = a tile times x: (row g, token 2 q), (g, 2 q + 1), (g + 8, ..) of lane 4 g + q; this warp's columns. The
+    tile has `left` rows, or more; rows that it has not are anything.
+    """
     rC = cute.make_rmem_tensor(cute.make_layout((4, 2)), Float32)
     rC.fill(0.0)
     rA = cute.make_rmem_tensor(cute.make_layout((4, 2 * g.wide)), Uint32)
     rB = cute.make_rmem_tensor(cute.make_layout((4, 2 * g.wide)), Uint32)
     row = (c.lane // 4 % 2) * (g.block // 16) + c.lane // 8 * (g.piece // 16)
+    rows = tile_rows(c, left, g, op) if cutlass.const_expr(op.tokens > 1) else [row]
     for s in cutlass.range_constexpr(g.slices):
         slot = stage_full(c, it, op)
         if c.warp < g.active:
             for j in cutlass.range_constexpr(2 * g.wide):
                 column = (j // 2 * g.active * 2 + c.warp * 2 + j % 2) * 4 + c.lane % 4
-                i = slot * (op.stage // 16) + row + column
+                i = slot * (op.stage // 16) + rows[0] + column
                 cute.autovec_copy(cute.local_tile(c.ring, (4,), (i,)), rA[None, j])
                 if cutlass.const_expr(g.height == 16):
-                    i += 4 * (g.piece // 16)
+                    if cutlass.const_expr(op.tokens > 1):
+                        i = slot * (op.stage // 16) + rows[1] + column
+                    else:
+                        i += 4 * (g.piece // 16)
                     cute.autovec_copy(cute.local_tile(c.ring, (4,), (i,)), rB[None, j])
             for j in cutlass.range_constexpr(2 * g.wide):
                 x = rX[None, s * 2 * g.wide + j]
@@ -327,7 +347,7 @@ def drain_tiles(
     """
     base, n = span
     for first in cutlass.range(0, n, g.height, unroll=1):
-        it, rC = tile_times(c, it, rX, g, op)
+        it, rC = tile_times(c, it, rX, n - first, g, op)
         row = c.lane // 4 % 2 * (g.height // 2) + c.lane // 8
         if c.warp < g.active:
             if cutlass.const_expr(g.height == 16):

@@ -16,7 +16,6 @@ from targets.kimi_k3.seeds.persistent.device import (
     stage_done,
     stage_free,
     stage_full,
-    words_at,
 )
 from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.tile_codes import (
@@ -36,6 +35,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     to_vec,
     within,
 )
+from targets.kimi_k3.seeds.persistent.tile_even import even_experts
 
 
 @cute.jit
@@ -64,6 +64,26 @@ def fill_pieces(c: Tiles, layer: Int32, it: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
+def words_if(there: Int32, address: Int64, r: cute.Tensor):
+    """r[4 words] = 16 bytes at an address, zeros if `there` is 0: a load without a branch."""
+    words = cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        setp.ne.b32 p, {$r0}, 0;
+        mov.b32 {$w0}, 0;
+        mov.b32 {$w1}, 0;
+        mov.b32 {$w2}, 0;
+        mov.b32 {$w3}, 0;
+        @p ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r1}];
+        }""",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[there, address],
+    )
+    for e in cutlass.range_constexpr(4):
+        r[e] = words[e]
+
+
+@cute.jit
 def load_hidden(
     c: Tiles,
     layer: Int32,
@@ -72,20 +92,20 @@ def load_hidden(
     rX: cute.Tensor,
     op: cutlass.Constexpr,
 ):
-    """rX[4, 4]: this lane's group of chunk v of h of its token and expert number `expert`; of another expert of this
-    token if that one is not wanted, whose weight is zero.
+    """rX[4, 4]: this lane's group of chunk v of h of its token and expert number `expert`; zeros if that one is not
+    wanted. Of eight tokens one wants an expert as a rule: the others' lanes load nothing.
     """
     d = op.d
     groups = d.expert_dim // 32
     token, group = within(c.lane // 4, op.tokens), 4 * v + c.lane % 4
     pair = c.pair[within(expert, wanted(c, op)) * op.tokens + token]
-    pair = pair if pair >= 0 else token * d.topk
+    known = pair >= 0 and group < groups and expert < wanted(c, op)
+    there = Int32(1) if known else Int32(0)
+    pair = pair if pair >= 0 else Int32(0)
     start = place(c, "h", layer, op) + Int64(pair) * (2 * d.expert_dim)
+    start += Int64(within(group, groups)) * 64
     for k in cutlass.range_constexpr(4):
-        words_at(start, within(group, groups) * 4 + k, rX[None, k])
-        if cutlass.const_expr(groups % 4 != 0):
-            for e in cutlass.range_constexpr(4):
-                rX[e, k] = rX[e, k] if group < groups else Uint32(0)
+        words_if(there, start + 16 * k, rX[None, k])
 
 
 @cute.jit
@@ -164,7 +184,8 @@ def tiles_down(
 ):
     """z = bf(bf(sum over experts of w_e bf(w2_e h)) + the others') of this CTA's rows.
 
-    A warp has one tile of the rows and every `down_share`-th expert; the next expert's h is on its way meanwhile.
+    A warp has one tile of the rows and every `down_share`-th expert (or as `even_experts` says); the next expert's h is
+    on its way meanwhile.
     """
     d, g = op.d, op.down
     first, n = share(d.latent, c.cta, op.ctas, g.unit)
@@ -176,7 +197,10 @@ def tiles_down(
     rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
     rSum.fill(0.0)
     rX.fill(0)
-    expert = turn if works else Int32(op.touched)
+    expert, step = turn, Int32(op.down_share)
+    if cutlass.const_expr(op.down_even):
+        expert, step = even_experts(c, op)
+    expert = expert if works else Int32(op.touched)
     if cutlass.const_expr(op.alone):
         to_vec(c, place(c, "h", layer, op), 0, d.topk * d.expert_dim, op)
         consumers(op)
@@ -199,9 +223,9 @@ def tiles_down(
                     hidden_alone(c, expert, v, rX[None, None, v], op)
                 piece_times(c, piece, tile, v, (rC, rX[None, None, v], n), op)
                 if cutlass.const_expr(not op.alone):
-                    load_hidden(c, layer, expert + op.down_share, v, rX[None, None, v], op)
+                    load_hidden(c, layer, expert + step, v, rX[None, None, v], op)
             weigh(c, expert, rC, rSum, op)
-            expert += op.down_share
+            expert += step if cutlass.const_expr(op.down_even) else op.down_share
         stage_done(c, slot)
         it += 1
     octet = c.lane // 4

@@ -79,6 +79,10 @@ class TileOp:
     """Stages that may be on their way at once, 0: the whole ring (`device.stage_free` says why)."""
     ahead: int = 0
     """Chunks of w2 of a warp's first expert that are made operands before h is there, for a single token."""
+    even: int = 0
+    """1: experts' work of several tokens is dealt evenly to the four schedulers of an SM, not to warps: 14 warps are
+    four on two of them and three on the others.
+    """
 
     @property
     def threads(self):
@@ -156,13 +160,37 @@ class TileOp:
     @property
     def up_active(self):
         """Warps that share the columns of w1 and w3, 128 at a time."""
-        chunks = self.d.latent // 128
+        chunks = self.latent_chunks
+        if self.up_even:
+            return self.warps
         return max(a for a in range(1, self.warps + 1) if chunks % a == 0)
 
     @property
     def up_chunks(self):
         """Times 128 columns that a warp has."""
         return self.d.latent // 128 // self.up_active
+
+    @property
+    def up_even(self):
+        """Whether columns of w1 and w3 are dealt to schedulers."""
+        fits = self.latent_chunks % 4 == 0 and 4 <= self.warps <= self.latent_chunks
+        return self.even > 0 and self.tokens > 1 and fits and self.warps % 4 != 0
+
+    @property
+    def latent_chunks(self):
+        return self.d.latent // 128
+
+    @property
+    def up_most(self):
+        """The most times 128 columns that a warp has."""
+        if not self.up_even:
+            return self.up_chunks
+        return -(-(self.latent_chunks // 4) // (self.warps // 4))
+
+    @property
+    def down_even(self):
+        """Whether the two tiles of w2 are dealt so: a tile to every second scheduler."""
+        return self.even > 0 and self.tokens > 1 and self.down_tiles == 2 and self.warps % 4 == 2
 
     @property
     def down(self):

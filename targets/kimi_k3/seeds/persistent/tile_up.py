@@ -28,6 +28,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import (
     to_vec,
     within,
 )
+from targets.kimi_k3.seeds.persistent.tile_even import even_place, even_times
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE
 
 
@@ -64,6 +65,8 @@ def fill_units(c: Tiles, layer: Int32, it: Int32, op: cutlass.Constexpr):
 @cute.jit
 def latent_place(c: Tiles, k: cutlass.Constexpr, op: cutlass.Constexpr):
     """Which 16 bytes of its token's latent this lane has as its k-th."""
+    if cutlass.const_expr(op.up_even):
+        return even_place(c, k, op)
     return ((c.warp * op.up_chunks + k // 4) * 4 + c.lane % 4) * 4 + k % 4
 
 
@@ -81,11 +84,11 @@ def latent_at(c: Tiles, layer: Int32, token: Int32, i: Int32, op: cutlass.Conste
 @cute.jit
 def start_latent(c: Tiles, layer: Int32, op: cutlass.Constexpr):
     """rL[4, 4, chunks]: this lane's groups of its token's latent, own and on their way."""
-    rL = cute.make_rmem_tensor(cute.make_layout((4, 4, op.up_chunks)), Uint32)
+    rL = cute.make_rmem_tensor(cute.make_layout((4, 4, op.up_most)), Uint32)
     rL.fill(0)
     token = c.lane // 4
     if token < op.tokens and c.warp < op.up_active:
-        for k in cutlass.range_constexpr(4 * op.up_chunks):
+        for k in cutlass.range_constexpr(4 * op.up_most):
             peek(latent_at(c, layer, token, latent_place(c, k, op), op), rL[None, k % 4, k // 4])
     return rL
 
@@ -95,7 +98,7 @@ def end_latent(c: Tiles, layer: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
     """What `start_latent` began, complete, pairs in the order of `spread`."""
     token, own = c.lane // 4, op.d.latent_rows // 8
     if token < op.tokens and c.warp < op.up_active:
-        for k in cutlass.range_constexpr(4 * op.up_chunks):
+        for k in cutlass.range_constexpr(4 * op.up_most):
             i = latent_place(c, k, op)
             if i < own:
                 address = place(c, "latent", layer, op) + Int64(token * own + i) * 16
@@ -127,10 +130,10 @@ def inner_alone(c: Tiles, layer: Int32, op: cutlass.Constexpr):
 @cute.jit
 def latent_alone(c: Tiles, op: cutlass.Constexpr):
     """rL[4, 4, chunks]: the first four lanes' groups of a single token's latent, zero in the others."""
-    rL = cute.make_rmem_tensor(cute.make_layout((4, 4, op.up_chunks)), Uint32)
+    rL = cute.make_rmem_tensor(cute.make_layout((4, 4, op.up_most)), Uint32)
     rL.fill(0)
     if c.lane < 4 and c.warp < op.up_active:
-        for k in cutlass.range_constexpr(4 * op.up_chunks):
+        for k in cutlass.range_constexpr(4 * op.up_most):
             i = op.d.shared_dim // 8 + latent_place(c, k, op)
             cute.autovec_copy(cute.local_tile(c.vec, (4,), (i,)), rL[None, k % 4, k // 4])
     return rL
@@ -178,7 +181,11 @@ def tiles_up(c: Tiles, layer: Int32, it: Int32, rL: cute.Tensor, op: cutlass.Con
         row = u % op.up_units * CODE_TILE
         slot = stage_full(c, it, op)
         if c.warp < op.up_active:
-            rC = unit_times(c, slot, rL, op)
+            rC = (
+                even_times(c, slot, rL, op)
+                if cutlass.const_expr(op.up_even)
+                else unit_times(c, slot, rL, op)
+            )
             hold_unit(c, rC, mask, held, op)
         stage_done(c, slot)
         it += 1

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from targets.kimi_k3.seeds.persistent.plan import Tiles, share
+from targets.base import Options, find
+from targets.kimi_k3.seeds.persistent.kda_sizes import pitch_of, state_stages, window
+from targets.kimi_k3.seeds.persistent.plan import Op, Tiles, share
+from targets.kimi_k3.seeds.persistent.tile_plan import TileOp
 
 SIZES = (32, 96, 256, 512, 1536, 3584, 7168, 768, 704)
 
@@ -52,3 +57,61 @@ def test_columns_that_are_no_blocks_are_refused() -> None:
         _ = Tiles(1000, 14, 28672).width
     with pytest.raises(ValueError, match="hold no tile"):
         _ = Tiles(7168, 14, 512).slices
+
+
+def dims(part: str, preset: str, rows: int) -> SimpleNamespace:
+    return SimpleNamespace(**find(f"kimi-k3-{part}").workload(Options(preset, None, rows)).dims)
+
+
+def test_experts_are_dealt_to_schedulers_evenly_and_once() -> None:
+    """As `tile_even` deals 128 columns of w1 and w3, and experts of a tile of w2, to fourteen warps."""
+    op = TileOp(dims("latent-moe", "tp8", 8), 132, 14, 0, 0, even=1)
+    assert op.up_even and op.down_even and (op.up_active, op.up_most) == (14, 3)
+    columns: list[int] = []
+    experts: list[tuple[int, int]] = []
+    load = [0] * 4
+    for warp in range(14):
+        line, k = warp % 4, warp // 4
+        base, more = divmod(7, 4 if line < 2 else 3)
+        first = 7 * line + k * base + min(k, more)
+        mine = range(first, first + base + (k < more))
+        columns += mine
+        load[line] += len(mine)
+        assert 1 <= len(mine) <= op.up_most
+        start, step = 2 * k + line // 2, 8 if line < 2 else 6
+        experts += [(warp % 2, e) for e in range(start, 120, step)]
+    assert sorted(columns) == list(range(28)) and load == [7, 7, 7, 7]
+    assert sorted(experts) == [(tile, e) for tile in range(2) for e in range(120)]
+
+
+def test_one_token_and_other_widths_are_dealt_to_warps() -> None:
+    assert not TileOp(dims("latent-moe", "tp8", 1), 132, 14, 0, 0, even=1).up_even
+    tiny = TileOp(dims("latent-moe", "tiny", 8), 8, 14, 0, 0, even=1)
+    assert not tiny.up_even and tiny.up_most == tiny.up_chunks
+
+
+@pytest.mark.parametrize(
+    ("preset", "rows", "ctas"),
+    [("tp8", 8, 132), ("tp8", 2, 132), ("tiny-tp2", 8, 4), ("tiny", 4, 12)],
+)
+def test_states_and_taps_fit_and_every_row_has_a_place(preset: str, rows: int, ctas: int) -> None:
+    """As `kda_bring` cuts states into stages; what is copied of v covers a CTA's channels within its head."""
+    op = Op(
+        dims("kda", preset, rows), ctas, 14, 14336 if preset == "tiny-tp2" else 28672, 6, 0, True
+    )
+    many, cuts, tokens, stages = state_stages(op)
+    assert tokens * many * 512 <= op.stage and (cuts == 1 or many % 4 == 0)
+    places = [
+        (n // cuts * tokens + t, n % cuts * many + r)
+        for n in range(stages) for t in range(tokens) for r in range(many)
+    ]  # fmt: skip
+    wanted = [(t, r) for t in range(rows) for r in range(op.state_rows)]
+    assert set(wanted) <= set(places) and len(set(places)) == len(places)
+    for part in range(op.slices):
+        first, count = (
+            128 * part // op.slices,
+            128 * (part + 1) // op.slices - 128 * part // op.slices,
+        )
+        base = min(first // 8 * 8, 128 - window(op))
+        assert 0 <= base <= first and first + count <= base + window(op) <= 128 and base % 8 == 0
+    assert 2 * pitch_of(op) % 16 == 0
