@@ -127,6 +127,25 @@ def test_the_fastest_way_is_taken_and_a_wrong_one_is_not(monkeypatch: pytest.Mon
     assert shelf.notes[tiles.TRIED[2].name].startswith("skipped: differs")
 
 
+def test_who_compiles_ahead_meets_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the launches that only a choice on the device would need."""
+    parts, launched = module("parts"), []
+
+    class Noting(parts.Maker):  # type: ignore[misc]
+        every_way = True
+
+        def launch(self, kernel: Any, grid: Any, args: Any, t: Any, **constants: Any) -> Any:
+            launched.append((kernel.f.__name__, constants))
+            return lambda: None
+
+    monkeypatch.setattr(parts, "Maker", Noting)
+    w = workload("decode", "tiny-tp2", rows=8)
+    made(w, with_outputs(w, tensors(w)))
+    middle = {(c["N"] > 0, c["EARLY"]) for name, c in launched if name == "middle_kernel"}
+    assert middle == {(False, False), (False, True), (True, True)}
+    assert {"norm_kernel", "ends_kernel", "linear_kernel"} <= {name for name, _ in launched}
+
+
 def test_a_run_that_starts_later_reads_the_earlier_bank_rows() -> None:
     follow(workload("decode", "tiny-tp2", rows=1, layers=2, extra={"first": 2}), 1)
 
