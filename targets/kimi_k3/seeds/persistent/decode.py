@@ -290,7 +290,7 @@ def trickle_rows(
 def bring_idle(c: Ctx, layer: Int32, mlas: Int32, op: cutlass.Constexpr):
     """While MLA number `mlas` waits for itself and the ring is full, what comes after it into L2."""
     d = op.d
-    cute.arch.mbarrier_wait(c.routed + 1, mlas & 1)
+    cute.arch.mbarrier_wait(c.routed + 2, mlas & 1)
     if c.lane == 0:
         trickle_rows(c, layer, "o_proj", d.hidden, 2 * d.mla_dim, op)
         if cutlass.const_expr(op.idle > 1 and "E" in d.ffn):

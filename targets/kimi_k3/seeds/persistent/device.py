@@ -17,7 +17,7 @@ class Ctx(NamedTuple):
     """Where a thread is, and the shared memory of its CTA.
 
     ring: stages of weights (words); full, empty: mbarriers, one each a stage; routed: mbarrier, the ids are known, and
-    behind it one that says that MLA begins to wait, where `Op.idle` wants it;
+    behind it, for a warp that chooses, one that says that this CTA's logits are posted, one that MLA begins to wait;
     part, red: sums of warps; tab: addresses by layer and field; sync: counters of the edges (global), a line each:
     ALL at 0, ROUTE at 32, the record of a spin that gave up at 64, what the counters were at the launch from 96; mail:
     boxes of what CTAs send each other (global); track, brought: timelines of consumers and producer, None in a normal

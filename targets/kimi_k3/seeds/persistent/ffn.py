@@ -154,7 +154,11 @@ def ffn(
         post_front(c, layer, part == 1, turn, op)
         if part == 0:
             hint(c, op, ROUTE)
-            if cutlass.const_expr(not op.units):
+            if cutlass.const_expr(op.units):
+                # the warp that chooses may use the pool again
+                if c.tid == 0:
+                    cute.arch.mbarrier_arrive(c.routed + 1)
+            else:
                 timeline.mark(c.track, "edge route", layer, kind="edge")
                 wait(c, number + 1, op, ROUTE, False, op.missing)
                 timeline.mark(c.track, "choose", layer)

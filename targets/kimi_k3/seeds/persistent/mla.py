@@ -607,7 +607,7 @@ def mla(
     wait(c, edge, op, acquire=False, missing=op.missing)
     if cutlass.const_expr(op.idle > 0):
         if c.tid == 0:
-            cute.arch.mbarrier_arrive(c.routed + 1)
+            cute.arch.mbarrier_arrive(c.routed + 2)
     timeline.mark(c.track, "q_b", layer)
     a = box(c, "a", turn, op)
     load_mail(c, a, rQ, g, op)

@@ -13,6 +13,11 @@ from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.plan import STRIDE
 
 
+def further_bars(op):
+    """mbarriers behind `Ctx.routed` by which consumers tell the warp that chooses experts, where there is one."""
+    return 2 if getattr(op, "units", False) else 0
+
+
 @cute.jit
 def open_cta(
     layers: tuple,
@@ -34,8 +39,8 @@ def open_cta(
         ).iterator,
         cute.make_layout((op.stages * op.stage // 4,)),
     )  # fmt: skip
-    more = 2 if cutlass.const_expr(getattr(op, "idle", 0) > 0) else 1
-    bars = smem(Int64, (2 * op.stages + more,), (1,)).iterator
+    more = further_bars(op)
+    bars = smem(Int64, (2 * op.stages + 1 + more,), (1,)).iterator
     c = Ctx(
         tid, warp, tid % 32, cta, ring, bars, bars + op.stages, bars + 2 * op.stages,
         smem(Float32, (op.part_rows * STRIDE,), (1,)), smem(Float32, (op.reductions * STRIDE,), (1,)),
@@ -54,8 +59,8 @@ def open_cta(
             cute.arch.mbarrier_init(c.full + s, 1)
             cute.arch.mbarrier_init(c.empty + s, op.warps)
         cute.arch.mbarrier_init(c.routed, 1)
-        if cutlass.const_expr(getattr(op, "idle", 0) > 0):
-            cute.arch.mbarrier_init(c.routed + 1, 1)
+        for s in cutlass.range_constexpr(more):
+            cute.arch.mbarrier_init(c.routed + 1 + s, 1)
     for n in cutlass.range_constexpr(d.layers):
         if tid == 32 * (n % op.warps):
             for i in cutlass.range_constexpr(len(names[n])):

@@ -101,6 +101,8 @@ def choose_alone(c: Ctx, layer: Int32, number: Int32, mIds: cute.Tensor, op: cut
     rKey.fill(0)
     for j in cutlass.range_constexpr(each):
         rBias[j] = gBias[within(c.lane + 32 * j, d.experts)]
+    # in the order of this CTA's consumers first: what they had in the pool is over
+    cute.arch.mbarrier_wait(c.routed + 1, number & 1)
     await_line(c, number + 1, op, ROUTE, False, 0)
     for j in cutlass.range_constexpr(each):
         rScore[j] = peek_word(logit_at(c, layer, within(c.lane + 32 * j, d.experts), turn, op))
@@ -143,7 +145,8 @@ def keep_latent(c: Ctx, turn: Int32, r: cute.Tensor, op: cutlass.Constexpr):
         if i < own:
             insist(box(c, "latent", turn, op) + Int64(i) * 16, r[None, v], 2, op)
         pair_up(r[None, v])
-        cute.autovec_copy(r[None, v], cute.local_tile(sX, (4,), (i,)))
+        if c.tid + v * op.threads < vecs:
+            cute.autovec_copy(r[None, v], cute.local_tile(sX, (4,), (i,)))
     consumers(op)
 
 
@@ -191,7 +194,8 @@ def keep_hidden(c: Ctx, turn: Int32, op: cutlass.Constexpr):
     for v in cutlass.range_constexpr(many):
         i = within(c.tid + v * op.threads, vecs)
         insist(start + Int64(i) * 16, r[None, v], 2, op)
-        cute.autovec_copy(r[None, v], cute.local_tile(sH, (4,), (i,)))
+        if c.tid + v * op.threads < vecs:
+            cute.autovec_copy(r[None, v], cute.local_tile(sH, (4,), (i,)))
     consumers(op)
 
 
