@@ -24,6 +24,7 @@ X_LABELS = {
     "usd": "paid to models, $",
     "minutes": "minutes since the start, pauses included",
 }
+HEADROOM = 1.06
 
 
 def convergence(view: RunView, x: str) -> str:
@@ -49,10 +50,10 @@ def convergence(view: RunView, x: str) -> str:
                 ax.axhline(_us(best[-1]) * floor, color=GREEN, ls="--", lw=1.2, label="byte floor")
         ax.set_xlabel(X_LABELS[x])
         ax.set_ylabel(f"time of a step, us ({' and '.join(view.kinds) or 'unknown'})")
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, HEADROOM * ax.get_ylim()[1])  # the highest point is no half one at the edge
         if x == "seq":
             ax.locator_params(axis="x", integer=True)
-        ax.legend(loc="best")
+        legend_above(figure)
 
     return draw(f"convergence-{x}", f"time of a step against {X_LABELS[x]}", paint, (WIDTH, 3.2))
 

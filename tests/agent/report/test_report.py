@@ -55,7 +55,10 @@ def test_the_page_stands_alone_and_hostile_text_stays_text(view: Any) -> None:
     assert '# <b>bold</b> "quoted" & more' in found.text
     assert found.text.count("Tunables: stages: unset -> 3") == 2
     assert "Tunables against the parent: stages: unset -" in markdown(view)
-    assert not re.search(r"(?:https?:)?//[a-z]", re.sub(r"http://www\.w3\.org/\S+?\"", "", page))
+    named = re.sub(
+        r"http://www\.w3\.org/\S+?\"|'sha256-[^']+'", "", page
+    )  # a digest may have // in it
+    assert not re.search(r"(?:https?:)?//[a-z]", named)
 
 
 def test_the_policy_allows_the_style_sheet_of_the_page_and_nothing_else(view: Any) -> None:
