@@ -16,7 +16,12 @@ _SIZES = {
     "decode": Options("tiny", 4, 2), "persistent": Options("tiny", 4, 1), "router": Options("tiny", 2, 4),
 }  # fmt: skip
 _USUAL = Options("tiny", 2, 2)
-_TUNABLES = {"persistent": {"ctas": 4, "ring_stages": 3, "spin_limit": SPIN}}
+_TUNABLES = {
+    "persistent": {
+        "ctas": 4, "ring_stages": 3, "spin_limit": SPIN, "units": 0, "couples": 1, "hungry": 0, "bank": 1,
+    }
+}  # fmt: skip
+"""The persistent kernel in the way in which its mistakes were planted and judged: all warps choose and share rows."""
 RACY = frozenset({"wrong", "flaky", "fault", "hang"})
 """How a missing barrier may end."""
 FORBIDDEN = frozenset({"cheat", "fault", "wrong"})
