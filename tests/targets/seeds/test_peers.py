@@ -140,8 +140,8 @@ def test_the_stack_of_two_ranks_passes(compiler: CompileClient) -> None:
 
 @pytest.mark.slow
 def test_the_persistent_step_of_two_ranks_passes(compiler: CompileClient) -> None:
-    """One launch a rank for dense, expert, KDA and MLA layers, with every exchange inside."""
-    options = replace(SIZE, layers=4, rows=1, extra={"mode": "peer2"})
+    """One launch a rank for a dense layer and one with experts, with every exchange inside."""
+    options = replace(SIZE, layers=2, rows=1, extra={"mode": "peer2"})
     verdict = judged(compiler, "kimi-k3-decode", persistent.source(), {"ctas": 4}, options)
     assert verdict.status is Status.PASSED, verdict.failure
     assert verdict.timing is not None and verdict.timing.workloads[0].launches == 1
