@@ -8,9 +8,11 @@ from targets.kimi_k3.seeds.common import add_bf16x2
 from targets.kimi_k3.seeds.persistent.device import (
     LAYERS,
     Ctx,
+    arrive,
     box,
     field,
     gathered_from,
+    hint,
     turn_of,
     vector,
     wide_box,
@@ -61,6 +63,15 @@ def add_before(
         for v in cutlass.range_constexpr(g.per):
             for e in cutlass.range_constexpr(4):
                 rX[e, v] = add_bf16x2(rX[e, v], rY[e, v])
+
+
+@cute.jit
+def post_layer(c: Ctx, layer: Int32, op: cutlass.Constexpr):
+    """A layer's results are in their boxes. After the last one's edge what all CTAs have read is written."""
+    if layer + 1 < op.d.layers:
+        hint(c, op)
+    else:
+        arrive(c, op)
 
 
 def shape(dims, cfg, rows=1):

@@ -3,7 +3,8 @@
 A producer lane per CTA follows a fixed list of weight rows across layers and edges, so that memory stays busy while
 consumers wait for each other; only the routed experts wait, for their ids. Consumers go from one half of a layer to the
 next in one loop, so that AttnRes exists once in the code. What a CTA sends to others says itself that it is there
-(boxes), and counters only hint that it is worth looking; nothing is fenced but the plain buffers of dense FFNs.
+(boxes), and counters only hint that it is worth looking; nothing is fenced but the plain buffers of dense FFNs and the
+last edge, after which what all have read is written.
 
 With `units` a warp of its own chooses experts and brings what a layer needs early into L2. `hungry`, `couples`, `bank`
 and `idle` are explained at `plan.Op`; docs/kernels-log.md has what each was made for.
@@ -53,7 +54,7 @@ from targets.kimi_k3.seeds.persistent.fields import (
     layer_tensors,
     vectors,
 )
-from targets.kimi_k3.seeds.persistent.kda import out_projection
+from targets.kimi_k3.seeds.persistent.kda import move_taps, out_projection
 from targets.kimi_k3.seeds.persistent.kda_half import kda_half
 from targets.kimi_k3.seeds.persistent.mix import (
     Banks,
@@ -503,7 +504,12 @@ def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
         if step > 0:
             edge += 1
             timeline.mark(c.track, "edge mix", h.layer, kind="edge")
-            wait(c, edge, op, acquire="D" in d.ffn, missing=0 if "D" in d.ffn else op.missing)
+            if cutlass.const_expr("D" in d.ffn):
+                wait(c, edge, op)
+            elif h.closing:
+                wait(c, edge, op)
+            else:
+                wait(c, edge, op, acquire=False, missing=op.missing)
         timeline.mark(c.track, "mix", h.layer)
         rP = add(c, h, routed, words, io, ws, op)
         keep(c, h, rP, banks, io, op)
@@ -527,7 +533,7 @@ def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
                         )
                         it, edge = ffn(c, h.layer, routed, (it, edge), rX, mIds, op)
                         routed += 1
-            if release:
+            if release or step + 1 == 2 * d.layers:
                 arrive(c, op)
             else:
                 hint(c, op)
@@ -535,6 +541,8 @@ def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
         store_wide(c, rX, io.out.iterator.toint(), op)
     timeline.end(c.track)
     leave(c, edge, (routed, kdas, Int32(d.layers), mlas), op)
+    if cutlass.const_expr("K" in d.attn):
+        move_taps(c, io.slots, op)
     if cutlass.const_expr(d.gpus > 1):
         close_inbox(c, op)
 

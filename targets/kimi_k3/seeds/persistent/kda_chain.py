@@ -17,10 +17,16 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Uint32
 from kernelgen import timeline
 
-from targets.kimi_k3.seeds.persistent.chain import add_before, load_x0, prefetch_vectors, shape
-from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, hint, leave, wait
+from targets.kimi_k3.seeds.persistent.chain import (
+    add_before,
+    load_x0,
+    post_layer,
+    prefetch_vectors,
+    shape,
+)
+from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, leave, wait
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors
-from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda
+from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda, move_taps
 from targets.kimi_k3.seeds.persistent.kda_bring import bring_taps, open_rows
 from targets.kimi_k3.seeds.persistent.kda_rows import (
     fill_kda_rows,
@@ -77,12 +83,13 @@ def consume(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
         add_before(c, layer, rX, d.hidden, op)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.hidden)
         it, edge = kda(c, layer, layer, (it, edge), rX, slots, y, op)
-        hint(c, op)
+        post_layer(c, layer, op)
     edge += 1
     timeline.mark(c.track, "edge y", d.layers, kind="edge")
     wait(c, edge, op)
     timeline.end(c.track)
     leave(c, edge, (Int32(0), Int32(d.layers), Int32(d.layers)), op)
+    move_taps(c, slots, op)
 
 
 @cute.jit
@@ -99,7 +106,7 @@ def consume_rows(c: Ctx, taps: tuple, op: cutlass.Constexpr):
         rX = load_rows(c, layer, op)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.rows * d.hidden)
         it, edge = kda_rows(c, layer, (it, edge), rX, taps, y, op)
-        hint(c, op)
+        post_layer(c, layer, op)
     edge += 1
     timeline.mark(c.track, "edge y", d.layers, kind="edge")
     wait(c, edge, op)

@@ -17,12 +17,17 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint32
 from kernelgen import timeline
 
-from targets.kimi_k3.seeds.persistent.chain import add_before, load_x0, prefetch_vectors, shape
+from targets.kimi_k3.seeds.persistent.chain import (
+    add_before,
+    load_x0,
+    post_layer,
+    prefetch_vectors,
+    shape,
+)
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
     at,
     field,
-    hint,
     leave,
     wait,
     words_at,
@@ -84,7 +89,7 @@ def consume(c: Ctx, mIds: cute.Tensor, op: cutlass.Constexpr):
         ids = at(Int32, mIds.iterator.toint() + Int64(layer * d.topk * 4), d.topk)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.hidden)
         it, edge = moe(c, layer, layer, (it, edge), rX, (ids, y), op)
-        hint(c, op)
+        post_layer(c, layer, op)
         if cutlass.const_expr(d.ranks > 1):
             copy_tail(c, layer, op)
     edge += 1

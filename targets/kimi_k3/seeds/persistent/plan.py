@@ -281,8 +281,15 @@ class Op:
         return -(-size * n // 128) * 128
 
     @property
+    def fresh_at(self):
+        """Bytes into the mail, behind the boxes: the newest q and k of every KDA until the taps move on, where one CTA
+        of a head moves what the others have read."""
+        return sum(2 * self.box_bytes(size, n) for _, size, n in self.boxes.values())
+
+    @property
     def mail_words(self):
-        return max(32, sum(2 * self.box_bytes(size, n) for _, size, n in self.boxes.values()) // 4)
+        fresh = 0 if self.tiled or "K" not in self.d.attn else len(self.d.attn) * 4 * self.d.kda_dim
+        return max(32, (self.fresh_at + fresh) // 4)
 
     @property
     def part_rows(self):

@@ -37,6 +37,8 @@ def route_alone(c: Tiles, layer: Int32, mIds: cute.Tensor, op: cutlass.Constexpr
     rBias.fill(0.0)
     for j in cutlass.range_constexpr(each):
         rBias[j] = gBias[within(c.lane + 32 * j, d.experts)]
+    # first in the order of this CTA's consumers: they and the producer have used the last routing
+    cute.arch.mbarrier_wait(c.routed + 1, layer & 1)
     await_logits(c, layer, op)
     for j in cutlass.range_constexpr(each):
         rScore[j] = load_logit(logit_of(c, layer, Int32(0), within(c.lane + 32 * j, d.experts), op))

@@ -96,7 +96,10 @@ def consume_tiles(c: Tiles, chosen: tuple, mIds: cute.Tensor, op: cutlass.Conste
         timeline.mark(c.track, "sum", layer)
         ids = at(Int32, mIds.iterator.toint() + Int64(layer * op.pairs * 4), op.pairs)
         it, edge = tile_moe(c, layer, edge, it, (ids, chosen), op)
-        tell(c, op)
+        if layer + 1 < d.layers:
+            tell(c, op)
+        else:  # what all have read is written after it
+            tell(c, op, fenced=True)
     edge += 1
     timeline.mark(c.track, "edge y", d.layers, kind="edge")
     wait(c, edge, op)

@@ -87,7 +87,7 @@ def open_tiles(
         ).iterator,
         cute.make_layout((op.stages * op.stage // 4,)),
     )  # fmt: skip
-    bars = smem(Int64, (2 * op.stages + 1,), (1,)).iterator
+    bars = smem(Int64, (2 * op.stages + 2,), (1,)).iterator
     base = tuple(mSync[96 + k] for k in range(3))
     half = d.layers * op.record
     mail = mMail.iterator.toint()
@@ -116,6 +116,7 @@ def open_tiles(
             cute.arch.mbarrier_init(c.full + s, 1)
             cute.arch.mbarrier_init(c.empty + s, op.warps)
         cute.arch.mbarrier_init(c.routed, 1)
+        cute.arch.mbarrier_init(c.routed + 1, 1)
     for n in cutlass.range_constexpr(d.layers):
         if tid == 32 * (n % op.warps):
             for i in cutlass.range_constexpr(len(names[n])):
@@ -375,7 +376,8 @@ def to_vec(
     for v in cutlass.range_constexpr(many):
         i = within(c.tid + v * op.threads, k // 8)
         sure(start + Int64(i) * 16, r[None, v], 2, op)
-        cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (first + i,)))
+        if c.tid + v * op.threads < k // 8:
+            cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (first + i,)))
 
 
 @cute.jit

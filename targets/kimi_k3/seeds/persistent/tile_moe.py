@@ -97,6 +97,10 @@ def tile_front_part(
     timeline.mark(c.track, "router", layer)
     it = tile_router(c, layer, it, rX, op)
     tell(c, op, ROUTE)
+    if cutlass.const_expr(op.alone):
+        # the warp that routes may write over the last routing
+        if c.tid == 0:
+            cute.arch.mbarrier_arrive(c.routed + 1)
     timeline.mark(c.track, "front", layer)
     it = tile_front(c, layer, it, rX, op)
     tell(c, op)

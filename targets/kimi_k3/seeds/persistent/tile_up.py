@@ -123,7 +123,8 @@ def inner_alone(c: Tiles, layer: Int32, op: cutlass.Constexpr):
         if i < own:
             sure(start + Int64(i) * 16, r[None, v], 2, op)
         pair_up(r[None, v])
-        cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (first + i,)))
+        if c.tid + v * op.threads < vecs:
+            cute.autovec_copy(r[None, v], cute.local_tile(c.vec, (4,), (first + i,)))
     consumers(op)
 
 

@@ -88,3 +88,30 @@ def test_tiles_of_the_latent_moe(compiler: CompileClient, rows: int, ctas: int) 
         "latent-moe", rows=rows, preset="tiny-tp2", layers=3, steps=2, tunables={"ctas": ctas}
     )
     verify(built(compiler, case, "latent-moe-tiles"), case)
+
+
+def races(artifact: Artifact, case: Case, order: int) -> list[str]:
+    """What a step shows that has every access followed, in that order of blocks and warps."""
+    torch.set_num_threads(1)
+    w = case.workload()
+    program = CpuDevice(order, "exact").load(artifact)
+    values = {**REFERENCE.weights(w, 5, "cpu"), **REFERENCE.states(w, 5, "cpu")}
+    kept = [b for b in artifact.buffers if b.lifetime == "persistent"]
+    zeros = {b.name: torch.zeros(b.shape, dtype=torch.int32) for b in kept if b.init == "zero"}
+    got = placed(artifact, {**values, **zeros, **REFERENCE.inputs(w, 5, 0, "cpu")})
+    unwritten = frozenset(b.name for b in artifact.buffers if b.group in ("workspace", "outputs"))
+    program.bind("prepare", got, unwritten).launch()
+    program.bind("step", got, unwritten - set(zeros)).launch()
+    return [f.message for f in program.findings() if f.rule == "race"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["kda", "latent-moe-tiles"])
+def test_what_boxes_do_not_order_does_not_race(compiler: CompileClient, part: str) -> None:
+    """Boxes and hints order nothing but themselves: taps and counters move after the last edge, which does, and who
+    routes is told by its own CTA that the last routing is used.
+    """
+    target = part.removesuffix("-tiles")
+    case = Case(target, preset="tiny", layers=2, steps=1, tunables={"ctas": 4})
+    artifact = built(compiler, case, part)
+    assert races(artifact, case, 1) == races(artifact, case, 2) == []
