@@ -1,17 +1,19 @@
-"""One process at a time works on a run: a file lock that the kernel drops when the process dies."""
+"""One process at a time works on a run: a lock of the open file, which the kernel drops when the process dies and tells
+of without taking it."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import time
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from agent.workspace import RunFiles, Workspace
 
-LOOKS, PAUSE_S = 5, 0.05
+FLOCK = "hhqqi4x"
+"""type, whence, start, length and a process id that has to be 0, as Linux has them on 64 bits."""
 
 
 class RunBusy(Exception):
@@ -24,38 +26,34 @@ def hold(files: RunFiles) -> Iterator[None]:
     files.folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(files.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if not _taken(fd):
-            raise RunBusy(f"another process is working on run {files.folder.name}")
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _record(fcntl.F_WRLCK))
+        except BlockingIOError as error:
+            message = f"another process is working on run {files.folder.name}"
+            raise RunBusy(message) from error
         yield
     finally:
         os.close(fd)
 
 
-def _taken(fd: int) -> bool:
-    """A few looks: who only asks whether the run is held (`held`) has the lock for an instant."""
-    for look in range(LOOKS):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if look + 1 < LOOKS:
-                time.sleep(PAUSE_S)
-    return False
-
-
 def held(files: RunFiles) -> bool:
-    """Whether a process works on the run now. Writes nothing: whoever may read the run may ask. Raises OSError."""
+    """Whether a process works on the run now. Takes no lock and writes nothing: whoever may read the run may ask, and
+    is in nobody's way. Raises OSError.
+    """
     try:
         fd = os.open(files.folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _record(fcntl.F_WRLCK))
+        return bool(struct.unpack(FLOCK, found)[0] != fcntl.F_UNLCK)
     finally:
         os.close(fd)
+
+
+def _record(kind: int) -> bytes:
+    """A `struct flock` over the whole file."""
+    return struct.pack(FLOCK, kind, os.SEEK_SET, 0, 0, 0)
 
 
 def state_of(workspace: Workspace, run: Mapping[str, Any]) -> str:

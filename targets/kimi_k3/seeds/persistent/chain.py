@@ -90,5 +90,4 @@ def shape(dims, cfg, rows=1):
         cfg.spin_limit,
         tiled,
         getattr(cfg, "in_flight", 0),
-        getattr(cfg, "direct", 0),
     )

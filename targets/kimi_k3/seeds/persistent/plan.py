@@ -167,8 +167,7 @@ class Op:
     """Everything the kernel knows when it is compiled. `d` is cfg.dims.
 
     tiled: weights pass in packed tiles (`tensor`), for one token to eight, else in whole rows for one. in_flight: how
-    many stages may be on their way at once, 0 for the whole ring. direct: who needs values of other CTAs waits for them
-    alone: 1 within an instance, 2 from one to the next too, whose edge is passed only before boxes are used again.
+    many stages may be on their way at once, 0 for the whole ring.
     jitter: delays of up to so many ns (a power of two) before some arrivals, to look for hangs; 0 but in soaks.
     hungry: while fewer stages than this are on their way or wait for the consumers, `in_flight` does not hold.
     idle: while MLA waits, memory brings o_proj (1), and the front of the FFN too (2), into L2, a little at a time.
@@ -185,7 +184,6 @@ class Op:
     spin: int
     tiled: bool = False
     in_flight: int = 0
-    direct: int = 0
     jitter: int = 0
     missing: int = 0
     kept: bool = False
