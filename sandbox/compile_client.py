@@ -86,10 +86,14 @@ class CompileClient:
     def compile(self, job: CompileJob) -> CompileOutcome:
         """Compile a job; blocks. Raises NoIsolation when no job can run here; all else is in the outcome."""
         try:
-            return self._running().call(job)
+            try:
+                return self._running().call(job)
+            except _Gone:  # between two jobs, and its end was not seen yet: this one it never had
+                return self._running().call(job)
         except OSError as error:
             text = f"the compile server cannot be reached: {error.strerror or error}"
-            return CompileOutcome(None, status=Status.INFRA, failure=Failure("server", text))
+            status = Status.CANCELLED if self._closed else Status.INFRA
+            return CompileOutcome(None, status=status, failure=Failure("server", text))
 
     def close(self) -> None:
         """End the server and all workers. Calls in flight return `cancelled`. Harmless when repeated."""
@@ -148,12 +152,17 @@ class _Server:
         slot = _Slot(threading.Event())
         with self._lock:
             if self.ended:
-                raise OSError("it has ended")
+                raise _Gone("it has ended")
             self._next += 1
             number = self._next
             self._waiting[number] = slot
-            self._stdin.write(encode({"id": number}, wire.job_blocks(job)))
-            self._stdin.flush()
+            try:
+                self._stdin.write(encode({"id": number}, wire.job_blocks(job)))
+                self._stdin.flush()
+            except (OSError, ValueError) as error:  # a ValueError: it is being stopped, its pipe is closed
+                self.ended = True
+                del self._waiting[number]
+                raise _Gone(str(error)) from error
         slot.done.wait()
         outcome = slot.outcome
         # a server that is being stopped takes its boxes down: that is no fault of theirs
@@ -206,6 +215,10 @@ class _Server:
             slots, self._waiting = list(self._waiting.values()), {}
         for slot in slots:
             slot.done.set()
+
+
+class _Gone(OSError):
+    """The server ended before it had the whole of a job."""
 
 
 @dataclass

@@ -45,6 +45,32 @@ def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
         assert outcomes[0].status in (Status.REJECTED, Status.INFRA)
 
 
+def test_a_job_that_a_dead_server_never_had_goes_to_the_next(tmp_path: Path) -> None:
+    """The thread that reads its answers has not seen its end yet."""
+    with client(tmp_path) as compiler:
+        assert compiler.compile(BAD).status is Status.REJECTED
+        server = compiler._server
+        assert server
+        os.kill(server._process.pid, signal.SIGKILL)
+        server._process.wait(10)
+        while not server.ended:
+            time.sleep(0.01)
+        server.ended = False
+        assert compiler.compile(BAD).status is Status.REJECTED
+        assert compiler._server is not server
+
+
+def test_a_closed_client_cancels(tmp_path: Path) -> None:
+    with client(tmp_path) as compiler:
+        compiler.start()
+        server = compiler._server
+        assert server
+    assert compiler.compile(BAD).status is Status.CANCELLED
+    server.ended = False  # a call that came before the end of the pipe
+    with pytest.raises(OSError, match="closed"):
+        server.call(BAD)
+
+
 def test_interrupts_do_not_reach_the_server(tmp_path: Path) -> None:
     with client(tmp_path) as compiler:
         compiler.start()

@@ -163,13 +163,14 @@ def test_no_set_of_weights_is_out_of_sight(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cheats", [False, True])
 def test_a_kernel_that_counts_is_run_as_in_the_trial(tmp_path: Path, cheats: bool) -> None:
-    """After many launches in one memory it leaves some steps of a chain out, timed and untimed alike."""
+    """After many launches in one memory it leaves steps of a chain out, timed and untimed alike. Nearly all of them:
+    whatever steps are drawn for the oracle, one that is run once more is looked at before them."""
     count = Buffer("workspace.count", "i32", (1,), init="zero", lifetime="persistent")
 
     def kernel(t: Mapping[str, torch.Tensor]) -> None:
         t["workspace.count"] += 1
         toy.right(t)
-        if cheats and int(t["workspace.count"]) > 30 and float(t["inputs.x"][0, 0]) > 0.3:
+        if cheats and int(t["workspace.count"]) > 30 and float(t["inputs.x"][0, 0]) > -1.0:
             t["outputs.y"].zero_()
 
     made = toy.artifact(("k",), workspace=(count,))
