@@ -1,0 +1,17 @@
+"""Property tests draw the same examples every time, and none of them fails for being slow on a busy machine.
+`KERNELGEN_TEST_SEED` draws others: a property must hold for any.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "steady",
+    deadline=None,
+    derandomize="KERNELGEN_TEST_SEED" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("steady")
