@@ -1,6 +1,7 @@
 """Hangs told apart by what kernels wrote on the way: by readings, through a hanging fake child, and on a GPU."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sandbox.judge.liveness import classify
 from sandbox.judge.progress import Progress, WatchedDevice
 from sandbox.verdict import Failure, Status
 from tests.sandbox.devices import kernels
+from tests.sandbox.judge.overdue import overdue
 
 WAITS = (3, 1, 4, 3)
 """Phase 3, waiting, 4 wanted, 3 seen."""
@@ -81,18 +83,24 @@ def test_the_watchdog_reads_what_the_kernel_wrote() -> None:
 
 
 @pytest.mark.parametrize(("moves", "name"), [(False, "deadlock"), (True, "moving")])
-def test_the_parent_reads_them_before_it_kills(moves: bool, name: str) -> None:
-    def work(progress: Progress) -> dict[str, object]:
+def test_the_parent_reads_them_before_it_kills(
+    monkeypatch: pytest.MonkeyPatch, moves: bool, name: str
+) -> None:
+    if moves:  # no GPU: what counts needs a turn on a processor between the two readings
+        monkeypatch.setattr(liveness, "APART_S", 2.0)
+
+    def work(progress: Progress, begun: Callable[[], None]) -> dict[str, object]:
         device = WatchedDevice(Hanging(), progress)  # type: ignore[arg-type]
         words = device.kernel_progress(2)
         assert words is not None
         words[:] = torch.tensor([WAITS, WAITS])
         progress.launching()
+        begun()
         while True:
             time.sleep(0.01)
             words[0, 3] += int(moves)
 
-    ended = child.run(work, 1.0)
+    ended = overdue(work, 1.0)
     status, failure = explain(ended, 1.0)
     assert (status, failure.where["liveness"]) == (Status.HANG, name), failure.message
 

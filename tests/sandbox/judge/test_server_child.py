@@ -5,7 +5,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import pytest
@@ -15,6 +15,7 @@ from sandbox.judge.child import Watch
 from sandbox.judge.keeper import explain
 from sandbox.judge.progress import Progress
 from sandbox.verdict import Status
+from tests.sandbox.judge.overdue import overdue
 
 
 def alive(pid: int) -> bool:
@@ -22,7 +23,7 @@ def alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before, or between the two
         return False
 
 
@@ -85,16 +86,15 @@ def test_death_by_signal_counts_against_kernels_in_flight_only(
 def test_the_deadline_kills_and_tells_a_hang_from_slow_host_work(
     in_flight: bool, status: Status
 ) -> None:
-    def work(progress: Progress) -> Mapping[str, object]:
+    def work(progress: Progress, begun: Callable[[], None]) -> Mapping[str, object]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if in_flight:
             progress.launching()
-        time.sleep(60)
+        begun()
+        time.sleep(600)
         return {}
 
-    begin = time.monotonic()
-    ended = child.run(work, 0.3)
-    assert time.monotonic() - begin < 5
+    ended = overdue(work, 0.3)
     assert (ended.cause, ended.reaped) == ("deadline", True)
     assert not alive(ended.pid)
     assert explain(ended, 0.3)[0] is status
@@ -144,7 +144,7 @@ def test_grandchildren_die_with_their_group() -> None:
 
     ended = child.run(work, 10)
     assert ended.result is not None
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while alive(ended.result["pid"]) and time.monotonic() < end:
         time.sleep(0.01)
     assert not alive(ended.result["pid"])
@@ -153,10 +153,9 @@ def test_grandchildren_die_with_their_group() -> None:
 def test_a_watched_descriptor_can_cancel() -> None:
     read_end, write_end = os.pipe()
     os.write(write_end, b"x")
-    begin = time.monotonic()
     ended = child.run(lambda progress: time.sleep(60) or {}, 30, Watch(read_end, lambda: True))
     assert (ended.cause, explain(ended, 30)[0]) == ("cancelled", Status.CANCELLED)
-    assert time.monotonic() - begin < 5
+    assert ended.seconds < 30
     os.close(read_end)
     os.close(write_end)
 
