@@ -112,24 +112,28 @@ def test_a_bad_request_is_infra_with_the_field(judge: JudgeClient, state: Path) 
 
 def test_processes_that_a_child_leaves_die_with_it(judge: JudgeClient, state: Path) -> None:
     left = int(judge.judge(job(state, "leaves_children")).profile["note"])
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while alive(left) and time.monotonic() < end:
         time.sleep(0.01)
     assert not alive(left)
 
 
 def test_cancel_ends_the_running_job_only(judge: JudgeClient, state: Path) -> None:
-    threading.Timer(1.0, judge.cancel).start()
-    begin = time.monotonic()
+    assert judge.judge(job(state, "ok")).status is Status.PASSED  # started, and no canary is due
+
+    def cancel() -> None:
+        at_work(judge)
+        judge.cancel()
+
+    threading.Thread(target=cancel, daemon=True).start()
     assert judge.judge(job(state, "hangs_outside")).status is Status.CANCELLED
-    assert time.monotonic() - begin < 20
     judge.cancel()  # nothing runs: no effect on the next job
     assert judge.judge(job(state, "ok")).status is Status.PASSED
 
 
 def at_work(c: JudgeClient) -> tuple[int, list[int]]:
     """The server and its children, once it has any."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         time.sleep(0.05)
         if c.ready:
@@ -149,7 +153,7 @@ def test_a_dead_server_costs_one_infra_verdict(state: Path) -> None:
         thread.start()
         first, _ = at_work(c)
         os.kill(first, signal.SIGKILL)
-        thread.join(60)
+        thread.join(120)
         (verdict,) = verdicts
         assert verdict.failure is not None
         assert (verdict.status, verdict.failure.rule) == (Status.INFRA, "judge-server")
@@ -157,7 +161,7 @@ def test_a_dead_server_costs_one_infra_verdict(state: Path) -> None:
         assert server_pid(c) != first
         last = server_pid(c)
         begin = time.monotonic()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < judge_client.STOP_S  # by itself, not by a kill
     assert not alive(last)
 
 
@@ -184,7 +188,7 @@ def test_a_terminated_server_takes_its_child_along(state: Path) -> None:
     thread.start()
     pid, children = at_work(c)
     os.kill(pid, signal.SIGTERM)
-    thread.join(30)
+    thread.join(120)
     assert results == [Status.INFRA]
     assert not any(alive(p) for p in [pid, *children])
     c.close()
@@ -207,7 +211,7 @@ time.sleep(60)
     agent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None
     pid = int(agent.stdout.readline())
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     children: list[int] = []
     while not children and time.monotonic() < end:
         time.sleep(0.05)
@@ -242,7 +246,7 @@ heavy = ("torch", "cuda", "cutlass")
 print([m for m in sys.modules if m.split(".")[0] in heavy or m.startswith(("sandbox.judge.", "sandbox.devices"))])
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=200
     )
     assert done.stdout.strip() == "[]", done.stderr
 

@@ -120,10 +120,14 @@ def test_the_deadline_tells_a_hang_from_a_slow_oracle(
     state: Path, runner: Runner, status: Status
 ) -> None:
     k = keeper(state, runner)
-    verdict = k.judge(job(state, deadline_s=2.0))
-    assert verdict.failure is not None
+    phase = "check" if status is Status.HANG else "oracle"
+    for deadline_s in (2.0, 10.0, 50.0):  # longer where a busy machine had not come so far
+        verdict = k.judge(job(state, deadline_s=deadline_s))
+        assert verdict.failure is not None
+        if verdict.failure.where["phase"] == phase:
+            break
     assert (verdict.status, verdict.failure.rule) == (status, "deadline")
-    assert verdict.failure.where["phase"] == ("check" if status is Status.HANG else "oracle")
+    assert verdict.failure.where["phase"] == phase
     k.runner = runners.ok
     assert k.judge(job(state)).status is Status.PASSED
 
@@ -196,11 +200,23 @@ def test_no_gpu_is_infra_at_once_and_no_quarantine(state: Path) -> None:
 
 
 def test_a_cancelled_kernel_makes_the_next_job_begin_with_a_canary(state: Path) -> None:
-    k = keeper(state, runners.hangs_in_launch)
+    running = state / "running"
+
+    def runner(job: JudgeJob, device: Device, progress: runners.Progress) -> Verdict:
+        runners._launch(device, lambda: (running.touch(), time.sleep(600)))
+        return runners.passed(job)
+
+    def cancel() -> None:
+        end = time.monotonic() + 120
+        while not running.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        os.write(write_end, b"x")
+
+    k = keeper(state, runner)
     read_end, write_end = os.pipe()
     k.watch = Watch(read_end, lambda: True)
-    threading.Timer(2.0, os.write, [write_end, b"x"]).start()
-    assert k.judge(job(state)).status is Status.CANCELLED
+    threading.Thread(target=cancel, daemon=True).start()
+    assert k.judge(job(state, deadline_s=600.0)).status is Status.CANCELLED
     k.watch, k.runner = None, runners.ok
     assert k.judge(job(state)).status is Status.PASSED
     assert len(opened(state)) == 4  # canary, cancelled job, canary, job
@@ -227,17 +243,22 @@ def test_a_held_gpu_is_waited_for_then_named(state: Path) -> None:
 
 def test_the_lock_is_handed_over(state: Path) -> None:
     order: list[str] = []
+    found_held = threading.Event()
+
+    def unwanted() -> bool:  # asked each time that somebody else holds it
+        found_held.set()
+        return False
 
     def second() -> None:
-        with lease.hold(state, "0", 10) as waited:
-            order.append("second" if waited > 0.2 else "too early")
+        with lease.hold(state, "0", 120, unwanted) as waited:
+            order.append("second" if waited >= lease.POLL_S else "too early")
 
     thread = threading.Thread(target=second)
     with lease.hold(state, "0", 1):
         thread.start()
-        time.sleep(0.4)
+        assert found_held.wait(60)
         order.append("first")
-    thread.join(10)
+    thread.join(60)
     assert order == ["first", "second"]
 
 
@@ -268,10 +289,10 @@ def test_waits_until_the_driver_forgets_a_process(
     body = f'case "$*" in *compute-apps*) cat {tmp_path}/pids;; *) echo 500;; esac'
     fake_smi(tmp_path, body, monkeypatch)
     assert not lease.forgotten(4711, "0", 0.5)
-    threading.Timer(0.3, (tmp_path / "pids").write_text, ["77\n"]).start()
     begin = time.monotonic()
-    assert lease.forgotten(4711, "0", 20)
-    assert 0.3 <= time.monotonic() - begin < 15
+    threading.Timer(0.3, (tmp_path / "pids").write_text, ["77\n"]).start()
+    assert lease.forgotten(4711, "0", 60)
+    assert 0.3 <= time.monotonic() - begin < 60
 
 
 def test_waits_until_memory_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +304,7 @@ n=$(cat {tmp_path}/n); echo $n; [ $n -gt 1000 ] && echo $((n - 2000)) > {tmp_pat
     assert int((tmp_path / "n").read_text()) <= 1000
 
 
-@pytest.mark.parametrize("body", ["exit 9", "sleep 100"])
+@pytest.mark.parametrize("body", ["exit 9", "exec sleep 100"])
 def test_a_driver_that_does_not_answer_costs_a_fixed_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
@@ -291,8 +312,8 @@ def test_a_driver_that_does_not_answer_costs_a_fixed_wait(
     monkeypatch.setattr(lease, "ASK_S", 0.3)
     monkeypatch.setattr(lease, "SETTLE_S", 0.1)
     begin = time.monotonic()
-    assert lease.forgotten(4711, "0", 20)
-    assert time.monotonic() - begin < 5
+    assert lease.forgotten(4711, "0", 60)
+    assert time.monotonic() - begin < 50
 
 
 def test_numbers_that_json_lacks_do_not_lose_a_verdict(state: Path) -> None:
