@@ -1,14 +1,16 @@
 """Seed kernels of the Kimi K3 targets in CuTe DSL: correct and plain candidates that a search starts from.
 
-`source` bundles what a target needs of the modules beside into one self-contained candidate file. Nothing here imports
-CuTe DSL; the modules are text until a compile worker runs a bundle.
+`source` bundles what a target needs of the modules beside into one self-contained candidate file. A piece (`mla`) may
+have parts, modules whose names begin with its own (`mla_layout`): they are one section of the file, under its name.
+Nothing here imports CuTe DSL; the modules are text until a compile worker runs a bundle.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from targets.kimi_k3.options import split
@@ -34,20 +36,19 @@ def source(target_name: str) -> str:
     family, part = split(target_name)
     part = part.replace("-", "_")
     known = part.isidentifier() and part != "common" and _path(part).is_file()
-    if not target_name.startswith(f"{family}-") or not known:
+    if not target_name.startswith(f"{family}-") or not known or _piece(part) != part:
         raise ValueError(f"no seed for {target_name!r}")
-    trees = {module: ast.parse(_path(module).read_text()) for module in _order(part)}
-    found = [
-        d for module, tree in trees.items() for d in _definitions(module, tree, module == part)
-    ]
+    pieces = _pieces(part)
+    trees = {m: ast.parse(_path(m).read_text()) for modules in pieces.values() for m in modules}
+    found = [d for piece in pieces for d in _ordered(piece, pieces[piece], trees, part)]
     kept = _reachable(found)
     used = frozenset[str]().union(*(d.mentions for d in kept))
     sections = [
         f'"""{ast.get_docstring(trees[part], clean=False)}"""',
         _imports(trees.values(), used),
     ]
-    for module, tree in trees.items():
-        sections += _section(module, tree, [d for d in kept if d.module == module])
+    for piece, modules in pieces.items():
+        sections += _section(piece, trees[piece], [d for d in kept if d.module in modules])
     return "\n\n\n".join(sections) + "\n"
 
 
@@ -55,19 +56,47 @@ def _path(module: str) -> Path:
     return Path(__file__).parent / f"{module}.py"
 
 
-def _order(part: str) -> list[str]:
-    """The modules that `part` needs, each after those it imports."""
-    done: list[str] = []
+def _piece(module: str) -> str:
+    """The piece that a module is a part of, or itself."""
+    words = module.split("_")
+    return next(
+        name for n in range(len(words)) if _path(name := "_".join(words[: n + 1])).is_file()
+    )
 
-    def visit(module: str) -> None:
-        for node in ast.parse(_path(module).read_text()).body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE + "."):
-                visit((node.module or "").rsplit(".", 1)[1])
-        if module not in done:
-            done.append(module)
 
-    visit(part)
+def _pieces(part: str) -> dict[str, list[str]]:
+    """What `part` needs, each piece after those it imports: its modules, the piece's own last."""
+    done: dict[str, list[str]] = {}
+
+    def visit(module: str, modules: list[str]) -> list[str]:
+        for needed in _needed(module):
+            piece = _piece(needed)
+            if piece == _piece(module):
+                visit(needed, modules)
+            elif piece not in done:
+                done[piece] = visit(piece, [])
+        if module not in modules:
+            modules.append(module)
+        return modules
+
+    done[part] = visit(part, [])
     return done
+
+
+def _needed(module: str) -> list[str]:
+    """The modules beside that a module imports from, in its order."""
+    tree = ast.parse(_path(module).read_text())
+    names = [n.module or "" for n in tree.body if isinstance(n, ast.ImportFrom)]
+    return [x.rsplit(".", 1)[1] for x in names if x.startswith(_PACKAGE + ".")]
+
+
+def _ordered(
+    piece: str, modules: Sequence[str], trees: Mapping[str, ast.Module], part: str
+) -> list[_Definition]:
+    """A piece's definitions: the constants at the head of its own module, its parts, the rest of its own."""
+    *parts, own = (_definitions(m, trees[m], piece == part) for m in modules)
+    head = list(takewhile(lambda d: d.plain, own))
+    return [*head, *(d for found in parts for d in found), *own[len(head) :]]
 
 
 def _definitions(module: str, tree: ast.Module, last: bool) -> list[_Definition]:

@@ -13,8 +13,10 @@ from cutlass import Int32, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2, begin
 from targets.kimi_k3.seeds.exchange import Link, Wire, look, new_flag, place, put, take
-from targets.kimi_k3.seeds.gemv import Extra, gemv, gemv_normed, gemv_situ
-from targets.kimi_k3.seeds.latent_moe import Codes, expert_down, expert_up, nv_of
+from targets.kimi_k3.seeds.gemv import gemv, gemv_normed, gemv_situ
+from targets.kimi_k3.seeds.gemv_kernel import Extra
+from targets.kimi_k3.seeds.latent_moe import expert_down, expert_up, nv_of
+from targets.kimi_k3.seeds.latent_moe_codes import Codes
 from targets.kimi_k3.seeds.router import route
 
 ATTN = 0

@@ -22,10 +22,12 @@ from targets.kimi_k3.seeds.collectives import (
     swap,
 )
 from targets.kimi_k3.seeds.common import begin, pick, pick_layer
-from targets.kimi_k3.seeds.gemv import Extra, gemv, gemv_situ
+from targets.kimi_k3.seeds.gemv import gemv, gemv_situ
+from targets.kimi_k3.seeds.gemv_kernel import Extra
 from targets.kimi_k3.seeds.kda import KDA_STATES, KDA_WEIGHTS, kda_core, kda_workspace
 from targets.kimi_k3.seeds.latent_moe import moe_ffn, moe_remote, moe_weights, moe_workspace
-from targets.kimi_k3.seeds.mla import mla_core, mla_weights, mla_workspace
+from targets.kimi_k3.seeds.mla import mla_core, mla_workspace
+from targets.kimi_k3.seeds.mla_sizes import mla_weights
 
 TUNABLES = {
     "gemv_warps": (8, 4, 16),

@@ -24,7 +24,8 @@ from targets.kimi_k3.seeds.exchange import (
     put,
     wire_of,
 )
-from targets.kimi_k3.seeds.gemv import gemv_shape, load_rows, load_weights
+from targets.kimi_k3.seeds.gemv import gemv_shape
+from targets.kimi_k3.seeds.gemv_kernel import load_rows, load_weights
 
 TUNABLES = {
     "spread": (7, 4, 2, 1),

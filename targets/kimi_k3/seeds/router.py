@@ -11,7 +11,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
 from targets.kimi_k3.seeds.common import begin, lanes_sum, pick, sigmoid, smem
-from targets.kimi_k3.seeds.gemv import Extra, gemv
+from targets.kimi_k3.seeds.gemv import gemv
+from targets.kimi_k3.seeds.gemv_kernel import Extra
 
 TUNABLES = {
     "gemv_warps": (8, 4, 16),

@@ -73,6 +73,16 @@ def test_a_bundle_is_a_candidate_with_tunables_and_headings(part: str) -> None:
     assert text.count("\n# ---- ") >= 2
 
 
+def test_the_parts_of_a_piece_are_one_section_below_its_constants() -> None:
+    text = seeds.source("kimi-k3-mla")
+    headings = [x.split(":")[0] for x in text.splitlines() if x.startswith("# ---- ")]
+    assert headings == ["# ---- common", "# ---- gemv", "# ---- mla"]
+    section = text[text.index("# ---- mla") :]
+    order = ("TUNABLES = ", "class Mla", "def absorb_kernel", "def combine_kernel", "def step")
+    places = [section.index(x) for x in order]
+    assert places == sorted(places)
+
+
 @pytest.mark.slow
 def test_a_bundle_is_the_same_text_every_time_and_what_the_target_hands_out() -> None:
     for part in PARTS:
@@ -80,7 +90,10 @@ def test_a_bundle_is_the_same_text_every_time_and_what_the_target_hands_out() ->
         assert seeds.source(name) == seeds.source(name) == find(name).seed_source()
 
 
-@pytest.mark.parametrize("name", ["kimi-k3-common", "kimi-k3-nothing", "gemv", "kimi-k3-../spec"])
+@pytest.mark.parametrize(
+    "name",
+    ["kimi-k3-common", "kimi-k3-nothing", "gemv", "kimi-k3-../spec", "kimi-k3-mla-attention"],
+)
 def test_what_is_no_target_has_no_seed(name: str) -> None:
     with pytest.raises(ValueError, match="no seed"):
         seeds.source(name)

@@ -86,8 +86,8 @@ _PARTS = {
 _SHARED = {
     "common": None,
     "router": {"order_key"},
-    "latent_moe": {"expand", "pair_up", "scale_word"},
-    "mla": {"mma_16x32"},
+    "latent_moe_codes": {"expand", "pair_up", "scale_word"},
+    "mla_attention": {"mma_16x32"},
 }
 """Modules of the plain seeds that are used here, and of which only some definitions."""
 _ENTRY = {"TUNABLES", "workspace", "constants", "prepare", "step"}

@@ -15,7 +15,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import lanes_max, lanes_sum, round_bf16, sigmoid
-from targets.kimi_k3.seeds.mla import mma_16x32
+from targets.kimi_k3.seeds.mla_attention import mma_16x32
 from targets.kimi_k3.seeds.persistent.device import (
     MLAS,
     Ctx,

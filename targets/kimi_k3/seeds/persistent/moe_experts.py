@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
 
 from targets.kimi_k3.seeds.common import round_bf16, situ
-from targets.kimi_k3.seeds.latent_moe import expand, pair_up, scale_word
+from targets.kimi_k3.seeds.latent_moe_codes import expand, pair_up, scale_word
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
     ahead,

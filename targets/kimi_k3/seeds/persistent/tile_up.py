@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import situ
-from targets.kimi_k3.seeds.latent_moe import pair_up
+from targets.kimi_k3.seeds.latent_moe_codes import pair_up
 from targets.kimi_k3.seeds.persistent.device import (
     bulk,
     consumers,

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32
 
 from targets.kimi_k3.seeds.common import round_bf16, sigmoid, situ
-from targets.kimi_k3.seeds.latent_moe import pair_up
+from targets.kimi_k3.seeds.latent_moe_codes import pair_up
 from targets.kimi_k3.seeds.persistent.device import (
     ROUTE,
     Ctx,
