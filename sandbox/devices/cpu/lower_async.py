@@ -7,8 +7,9 @@ with a tensor map) are refused.
 from __future__ import annotations
 
 from sandbox.devices.cpu import layout as L
+from sandbox.devices.cpu import rt_copy as C
+from sandbox.devices.cpu import rt_mbarrier as M
 from sandbox.devices.cpu import rt_reduce as R
-from sandbox.devices.cpu import rt_sync as S
 from sandbox.devices.cpu.access import address, space_of
 from sandbox.devices.cpu.emit import Mods, Unsupported
 from sandbox.devices.cpu.kernel import BITS, Kernel
@@ -102,7 +103,7 @@ def _copy_arrive(k: Kernel, instr: Instr, m: Mods) -> None:
     k.runtime("rt_copy_flush", "4294967295")
     if noinc:
         addr = address(k, instr.operands[0], instr, L.SHARED)
-        k.runtime("rt_mbar", str(k.site(instr)), addr, str(S.M_ARRIVE), "1")
+        k.runtime("rt_mbar", str(k.site(instr)), addr, str(M.M_ARRIVE), "1")
         k.check_status()
 
 
@@ -139,7 +140,7 @@ def _bulk(k: Kernel, instr: Instr, m: Mods, reduces: bool) -> None:
     if group:
         if spaces[0] != "global" or multicast:
             raise Unsupported(instr, "form")
-        way = S.K_REDUCE | kind << 4 if reduces else S.K_OUT
+        way = C.K_REDUCE | kind << 4 if reduces else C.K_OUT
         args = (
             address(k, ops[0], instr, L.GENERIC),
             address(k, ops[1], instr, L.SHARED),
@@ -150,8 +151,8 @@ def _bulk(k: Kernel, instr: Instr, m: Mods, reduces: bool) -> None:
         return
     if reduces or spaces[0] == "global":
         raise Unsupported(instr, "form")
-    way = S.K_IN if spaces[1] == "global" else S.K_SHARED
-    source = L.GENERIC if way == S.K_IN else L.SHARED
+    way = C.K_IN if spaces[1] == "global" else C.K_SHARED
+    source = L.GENERIC if way == C.K_IN else L.SHARED
     dst, src = address(k, ops[0], instr, L.SHARED), address(k, ops[1], instr, source)
     size, bar = _size(k, instr, ops[2]), address(k, ops[3], instr, L.SHARED)
     if multicast:
@@ -202,7 +203,7 @@ def store_async(k: Kernel, instr: Instr) -> None:
         k.do(f"store i{bits} {value}, ptr {k.at(where, i * bits // 8)}, align {bits // 8}")
     bar = address(k, instr.operands[2], instr, L.SHARED)
     k.change()
-    k.runtime("rt_mbar", str(k.site(instr)), bar, str(S.M_COMPLETE), str(size))
+    k.runtime("rt_mbar", str(k.site(instr)), bar, str(M.M_COMPLETE), str(size))
     k.check_status()
 
 
@@ -248,11 +249,11 @@ def _operate(k: Kernel, instr: Instr, what: str, both: bool) -> None:
     dest = ops.pop(0) if _returns(instr) else None
     addr = address(k, ops[0], instr, L.SHARED)
     count = k.resize(k.word(ops[1], 32, instr), 32, 64) if len(ops) > 1 else "1"
-    code = {"init": S.M_INIT, "inval": S.M_INVAL, "arrive": S.M_ARRIVE, "arrive_drop": S.M_DROP, 
-            "expect_tx": S.M_EXPECT,
-            "complete_tx": S.M_COMPLETE}[what]  # fmt: skip
+    code = {"init": M.M_INIT, "inval": M.M_INVAL, "arrive": M.M_ARRIVE, "arrive_drop": M.M_DROP, 
+            "expect_tx": M.M_EXPECT,
+            "complete_tx": M.M_COMPLETE}[what]  # fmt: skip
     if both:
-        code = S.M_ARRIVE_EXPECT if what == "arrive" else S.M_DROP_EXPECT
+        code = M.M_ARRIVE_EXPECT if what == "arrive" else M.M_DROP_EXPECT
         count = k.let(f"or i64 {count}, 4294967296")
     k.change()
     state = k.runtime("rt_mbar", str(k.site(instr)), addr, str(code), count)

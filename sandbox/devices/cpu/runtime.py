@@ -9,14 +9,19 @@ from functools import cache
 from types import FunctionType, ModuleType
 
 from sandbox.devices.cpu import (
+    rt_barrier,
+    rt_copy,
     rt_faults,
     rt_float,
+    rt_launch,
+    rt_mbarrier,
     rt_memory,
     rt_mma,
     rt_race,
     rt_reduce,
     rt_sched,
-    rt_sync,
+    rt_start,
+    rt_thread,
     rt_unset,
     rt_warp,
 )
@@ -29,11 +34,16 @@ MODULES: tuple[ModuleType, ...] = (
     rt_memory,
     rt_race,
     rt_reduce,
-    rt_sync,
+    rt_mbarrier,
+    rt_copy,
     rt_unset,
     rt_mma,
     rt_warp,
+    rt_start,
+    rt_thread,
+    rt_barrier,
     rt_sched,
+    rt_launch,
 )
 
 
