@@ -29,10 +29,10 @@ def test_each_tier_on_offer_runs_a_job(offered: list[box.Choice]) -> None:
         boxed = box.start(spec("echo"), found)
         assert isinstance(boxed, box.Boxed), found
         with boxed:
-            assert not isinstance(boxed.wait_ready(20), box.Broken), found
+            assert not isinstance(boxed.wait_ready(60), box.Broken), found
             assert boxed.verify() is None, found
-            assert boxed.send({"n": 1}, {}, 5) is None
-            frame = boxed.read(box.Caps(), 10)
+            assert boxed.send({"n": 1}, {}, 60) is None
+            frame = boxed.read(box.Caps(), 60)
         assert isinstance(frame, box.Frame) and frame.body == {"echo": {"n": 1}}
         stored = json.loads(json.dumps(boxed.isolation.to_json()))
         assert stored["tier"] == found.isolation.tier
@@ -93,7 +93,7 @@ def test_a_chosen_tier_that_breaks_later_is_not_replaced(
     boxed = box.start(spec("echo"), box.Choice(choice.isolation, gone, ""))
     assert isinstance(boxed, box.Boxed)
     with boxed:
-        ready = boxed.wait_ready(20)
+        ready = boxed.wait_ready(60)
     assert isinstance(ready, box.Broken) and ready.reason == "box"
 
 
