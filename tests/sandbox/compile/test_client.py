@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sandbox.box import procfs
 from sandbox.compile_client import CompileClient, CompileSettings, NoIsolation, environment
 from sandbox.jobs import CompileJob, CompileOutcome
 from sandbox.verdict import Status
@@ -39,7 +40,7 @@ def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
         server = compiler._server
         assert server
         os.kill(server._process.pid, signal.SIGKILL)
-        server._process.wait(10)
+        server._process.wait(60)
         outcomes = [compiler.compile(BAD) for _ in range(2)]
         assert outcomes[-1].status is Status.REJECTED
         assert outcomes[0].status in (Status.REJECTED, Status.INFRA)
@@ -53,7 +54,9 @@ def test_a_job_that_a_dead_server_never_had_goes_to_the_next(tmp_path: Path) -> 
         assert server
         os.kill(server._process.pid, signal.SIGKILL)
         server._process.wait(10)
+        until = time.monotonic() + 60
         while not server.ended:
+            assert time.monotonic() < until
             time.sleep(0.01)
         server.ended = False
         assert compiler.compile(BAD).status is Status.REJECTED
@@ -92,9 +95,9 @@ def test_closing_cancels_what_runs_and_leaves_no_process(tmp_path: Path) -> None
     pid = compiler._server._process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     compiler.close()
-    caller.join(10)
+    caller.join(60)
     assert got and got[0].status is Status.CANCELLED
-    until = time.monotonic() + 10
-    while any(Path(f"/proc/{child}/stat").exists() for child in children):
+    until = time.monotonic() + 60
+    while any(procfs.alive(int(child)) for child in children):
         assert time.monotonic() < until
         time.sleep(0.05)
