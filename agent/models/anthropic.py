@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,6 @@ from agent.models.base import (
     Completion,
     ContextError,
     CreditError,
-    Estimate,
     ModelError,
     OverloadError,
     Prompt,
@@ -35,23 +33,26 @@ from agent.models.base import (
     TruncationError,
     Usage,
 )
-from agent.models.openai import named, retry_after
-from agent.models.wire import Event, Loose, Wire
+from agent.models.provider import Provider, named, retry_after
+from agent.models.wire import Event, Wire
 
-PROVIDER = "anthropic"
 _CREDIT = ("credit balance", "spend limit", "billing")
 _CONTEXT = ("prompt is too long", "context window", "exceed context limit")
 
 
-class AnthropicModel:
+class AnthropicModel(Provider):
     """`base_url` None means ANTHROPIC_BASE_URL or the public API. Raises AuthError without a key
     for the latter.
     """
 
+    provider = "anthropic"
+    # the SDK lets the last two pass
+    failures = (anthropic.APIError, httpx2.HTTPError, json.JSONDecodeError)
+
     def __init__(
         self, name: str, base_url: str | None = None, client: anthropic.Anthropic | None = None
     ) -> None:
-        self.name = name
+        super().__init__(name)
         if client is None:
             base_url = base_url or os.environ.get("ANTHROPIC_BASE_URL")
             token = os.environ.get("ANTHROPIC_AUTH_TOKEN")
@@ -66,33 +67,12 @@ class AnthropicModel:
             )
         self._client = client.with_options(max_retries=0)
 
-    def estimate(self, prompt: Prompt) -> Estimate:
-        return pricing.estimate(prompt, self.name, PROVIDER)
-
-    def complete(self, prompt: Prompt, schema: Schema | None = None) -> Completion:
-        return self.ask(prompt, schema, Loose())
-
-    def ask(self, prompt: Prompt, schema: Schema | None, wire: Wire) -> Completion:
-        start = time.monotonic()
-        events: list[Event] = []
-        try:
-            self._drain(prompt, schema, wire, events)
-        except anthropic.APIError as error:
-            raise self._paid(_typed(error), prompt, events) from error
-        except (httpx2.HTTPError, json.JSONDecodeError) as error:  # the SDK lets both pass
-            broken = OverloadError(f"the stream broke off: {error}")
-            raise self._paid(broken, prompt, events) from error
-        done = self.settle(prompt, events)
-        if done is None:
-            raise self._paid(OverloadError("the stream broke off"), prompt, events)
-        return replace(done, seconds=time.monotonic() - start)
-
     def settle(self, prompt: Prompt, events: Sequence[Event]) -> Completion | None:
         """As `Streamed.settle`."""
         text, usage, reason = read(events)
         if not reason:
             return None
-        done = self._completion(text, usage)
+        done = self.completion(text, usage)
         if reason == "max_tokens":
             limit = prompt.max_output_tokens
             raise TruncationError(f"the answer hit its limit of {limit} tokens", done)
@@ -111,26 +91,22 @@ class AnthropicModel:
     def fetch(self, prompt: Prompt, wire: Wire, events: Sequence[Event]) -> Completion | None:
         return None
 
-    def _completion(self, text: str, usage: Usage, estimated: bool = False) -> Completion:
-        cost = pricing.dollars(usage, self.name, PROVIDER)
-        return Completion(text, usage, cost, self.name, estimated=estimated)
+    def typed(self, error: Exception) -> ModelError:
+        if isinstance(error, anthropic.APIError):
+            return _typed(error)
+        return OverloadError(f"the stream broke off: {error}")
 
-    def _paid(self, error: ModelError, prompt: Prompt, events: Sequence[Event]) -> ModelError:
-        """The failure with what it cost: the prompt as the first event says, the answer by length."""
-        if events and error.partial is None:
-            text, said, _ = read(events)
-            guessed = pricing.guess(prompt, text)
-            usage = replace(
-                said if said.input_tokens else guessed,
-                output_tokens=max(said.output_tokens, guessed.output_tokens),
-            )
-            error.partial = self._completion(text, usage, estimated=True)
-        return error
+    def used(self, prompt: Prompt, events: Sequence[Event]) -> tuple[str, Usage, bool]:
+        """The prompt as the first event says, the answer by length."""
+        text, said, _ = read(events)
+        guessed = pricing.guess(prompt, text)
+        usage = replace(
+            said if said.input_tokens else guessed,
+            output_tokens=max(said.output_tokens, guessed.output_tokens),
+        )
+        return text, usage, True
 
-    def _drain(
-        self, prompt: Prompt, schema: Schema | None, wire: Wire, events: list[Event]
-    ) -> None:
-        """Every event to the wire before it is looked at."""
+    def call(self, prompt: Prompt, schema: Schema | None, wire: Wire, events: list[Event]) -> None:
         turns: list[Any] = [{"role": "user", "content": prompt.body}]
         turns += [{"role": t.role, "content": t.text} for t in prompt.turns]
         extra: dict[str, Any] = {}

@@ -13,9 +13,7 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import openai
@@ -26,7 +24,6 @@ from agent.models.base import (
     Completion,
     ContextError,
     CreditError,
-    Estimate,
     ModelError,
     OverloadError,
     Pending,
@@ -38,19 +35,22 @@ from agent.models.base import (
     Usage,
 )
 from agent.models.openai_events import read
-from agent.models.wire import Event, Loose, Wire
+from agent.models.provider import Provider, named, retry_after
+from agent.models.wire import Event, Wire
 
-PROVIDER = "openai"
 PUBLIC = "api.openai.com"
 TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
 _KEEPING = re.compile(r"\b(background|store|zero data retention)\b", re.IGNORECASE)
 Api = Literal["responses", "chat"]
 
 
-class OpenAIModel:
+class OpenAIModel(Provider):
     """`base_url` None means OPENAI_BASE_URL or the public API. Raises AuthError without a key for
     the public API.
     """
+
+    provider = "openai"
+    failures = (openai.APIError, json.JSONDecodeError)  # the SDK lets a garbled event pass
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class OpenAIModel:
         api: Api = "responses",
         client: openai.OpenAI | None = None,
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self._api = api
         base_url = base_url or os.environ.get("OPENAI_BASE_URL")
         self._keep = client is not None or not base_url or PUBLIC in base_url
@@ -71,38 +71,14 @@ class OpenAIModel:
             client = openai.OpenAI(api_key=key, base_url=base_url, max_retries=0)
         self._client = client.with_options(max_retries=0)
 
-    def estimate(self, prompt: Prompt) -> Estimate:
-        return pricing.estimate(prompt, self.name, PROVIDER)
-
-    def complete(self, prompt: Prompt, schema: Schema | None = None) -> Completion:
-        return self.ask(prompt, schema, Loose())
-
-    def ask(self, prompt: Prompt, schema: Schema | None, wire: Wire) -> Completion:
-        start = time.monotonic()
-        events: list[Event] = []
-        try:
-            self._call(prompt, schema, wire, events)
-        except openai.APIError as error:
-            raise self._paid(_typed(error), prompt, events) from error
-        except json.JSONDecodeError as error:  # the SDK lets a garbled event pass
-            broken = OverloadError(f"the stream is garbled: {error}")
-            raise self._paid(broken, prompt, events) from error
-        done = self.settle(prompt, events)
-        if done is None:
-            broken = OverloadError("the stream broke off before its end")
-            raise self._paid(broken, prompt, events)
-        return replace(done, seconds=time.monotonic() - start)
-
     def settle(self, prompt: Prompt, events: Sequence[Event]) -> Completion | None:
         """As `Streamed.settle`."""
         answer = read(events)
         if answer.failed is not None:
-            raise self._paid(_failed(*answer.failed), prompt, events)
+            raise self.paid(_failed(*answer.failed), prompt, events)
         if answer.end == "":
             return None
-        known = answer.usage.total > 0
-        usage = answer.usage if known else pricing.guess(prompt, answer.text)
-        done = self._completion(answer.text, usage, estimated=not known)
+        done = self.completion(*self.used(prompt, events))
         if answer.end in ("length", "max_output_tokens"):
             limit = prompt.max_output_tokens
             raise TruncationError(f"the answer hit its limit of {limit} tokens", done)
@@ -130,20 +106,19 @@ class OpenAIModel:
         wire.event(last, flush=True)
         return self.settle(prompt, [*events, last])
 
-    def _completion(self, text: str, usage: Usage, estimated: bool = False) -> Completion:
-        cost = pricing.dollars(usage, self.name, PROVIDER)
-        return Completion(text, usage, cost, self.name, estimated=estimated)
+    def typed(self, error: Exception) -> ModelError:
+        if isinstance(error, openai.APIError):
+            return _typed(error)
+        return OverloadError(f"the stream is garbled: {error}")
 
-    def _paid(self, error: ModelError, prompt: Prompt, events: Sequence[Event]) -> ModelError:
-        """The failure with what it cost: as the provider says, else by what went over the wire."""
+    def used(self, prompt: Prompt, events: Sequence[Event]) -> tuple[str, Usage, bool]:
+        """As the provider says, else by what went over the wire."""
         answer = read(events)
-        if events and error.partial is None:
-            known = answer.usage.total > 0
-            usage = answer.usage if known else pricing.guess(prompt, answer.text)
-            error.partial = self._completion(answer.text, usage, estimated=not known)
-        return error
+        if answer.usage.total > 0:
+            return answer.text, answer.usage, False
+        return answer.text, pricing.guess(prompt, answer.text), True
 
-    def _call(self, prompt: Prompt, schema: Schema | None, wire: Wire, events: list[Event]) -> None:
+    def call(self, prompt: Prompt, schema: Schema | None, wire: Wire, events: list[Event]) -> None:
         """Through the API the server speaks: one without the Responses API is remembered as such."""
         if self._api == "responses":
             try:
@@ -206,10 +181,6 @@ def cache_key(prompt: Prompt) -> str:
     return f"kernelgen-{hashlib.sha256(prompt.stable.encode()).hexdigest()[:24]}"
 
 
-def named(key: str) -> dict[str, str]:
-    return {"Idempotency-Key": key} if key else {}
-
-
 def _drain(stream: Any, wire: Wire, events: list[Event]) -> None:
     """Every event to the wire before it is looked at."""
     with stream:
@@ -249,17 +220,3 @@ def _typed(error: openai.APIError) -> ModelError:
     if status >= 500 or status == 408:
         return OverloadError(text, retry_after(error.response.headers))
     return AuthError(f"HTTP {status}: {text}")
-
-
-def retry_after(headers: Any) -> float | None:
-    """Seconds from `retry-after-ms` or `retry-after`, or None. HTTP dates are not used by these
-    APIs.
-    """
-    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
-        try:
-            seconds = float(headers.get(name, "")) * scale
-        except ValueError:
-            continue
-        if 0 <= seconds <= 3600:
-            return seconds
-    return None
