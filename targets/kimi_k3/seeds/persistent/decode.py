@@ -54,8 +54,9 @@ from targets.kimi_k3.seeds.persistent.fields import (
     layer_tensors,
     vectors,
 )
-from targets.kimi_k3.seeds.persistent.kda import move_taps, out_projection
+from targets.kimi_k3.seeds.persistent.kda import out_projection
 from targets.kimi_k3.seeds.persistent.kda_half import kda_half
+from targets.kimi_k3.seeds.persistent.kda_taps import move_taps
 from targets.kimi_k3.seeds.persistent.mix import (
     Banks,
     early,

@@ -38,6 +38,7 @@ from targets.kimi_k3.seeds.persistent.device import (
 )
 from targets.kimi_k3.seeds.persistent.exchange import tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.kda_taps import fresh
 from targets.kimi_k3.seeds.persistent.plan import most, share
 
 HEAD = 128
@@ -102,7 +103,7 @@ def channel(c: Ctx, p: Place, i: Int32, op: cutlass.Constexpr):
 
 @cute.jit
 def load_early(c: Ctx, layer: Int32, p: Place, op: cutlass.Constexpr):
-    """Ends with all taps used, in sU: others may shift them after the next edge."""
+    """Ends with all taps used, in sU."""
     d = op.d
     sU = view(c, Float32, 0, 3 * HEAD)
     turns, looks = -(-op.state_rows // op.warps), -(-HEAD // (2 * op.warps))
@@ -155,7 +156,7 @@ def update(
     turn: Int32,
     op: cutlass.Constexpr,
 ):
-    """From the projection to o of this CTA's rows, both in boxes; writes the state, the taps of v, and q and k to where
+    """From the projection to o of this CTA's rows, both in boxes; writes the state, and the newest q, k and v to where
     `move_taps` finds them."""
     d = op.d
     proj = box(c, "proj", turn, op)
@@ -168,15 +169,8 @@ def update(
             x = insist_half(proj + Int64(ch) * 2, peek_half(proj + Int64(ch) * 2), op)
             sU[c.tid] = silu(sU[c.tid] + x * s.conv[3])
             if live and (p.slice == 0 or c.tid >= 2 * HEAD):
-                taps = field(c, layer, F["state_conv"], COUNT) + Int64(p.slot) * (18 * d.kda_dim)
-                gTap = at(BFloat16, taps, 9 * d.kda_dim)
-                gFresh = at(BFloat16, fresh(c, layer, op), 2 * d.kda_dim)
-                if c.tid < 2 * HEAD:
-                    gFresh[ch] = x.to(BFloat16)
-                else:
-                    gTap[ch] = s.taps[1]
-                    gTap[3 * d.kda_dim + ch] = s.taps[2]
-                    gTap[6 * d.kda_dim + ch] = x.to(BFloat16)
+                gFresh = at(BFloat16, fresh(c, layer, op), 3 * d.kda_dim)
+                gFresh[ch] = x.to(BFloat16)
         rA = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
         rAf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
         rFf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
@@ -204,43 +198,6 @@ def update(
     else:
         consumers(op)
         consumers(op)
-
-
-@cute.jit
-def fresh(c: Ctx, layer: Int32, op: cutlass.Constexpr):
-    """Address of a layer's newest q and k, bf16 [2 kda_dim]; the CTA that moves a head's taps writes and reads them."""
-    return c.mail + op.fresh_at + Int64(layer) * (4 * op.d.kda_dim)
-
-
-def kda_layers(d):
-    return [n for n, kind in enumerate(d.attn) if kind == "K"]
-
-
-@cute.jit
-def move_taps(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
-    """The taps of q and k move on, after an edge that releases and acquires: all CTAs of a head have read them, and
-    boxes alone would not order that before these stores. A warp has a layer, a lane eight channels."""
-    d = op.d
-    p = place(c, slots, op)
-    layers = kda_layers(d)
-    if p.slice == 0 and p.head >= 0 and p.slot > 0:
-        for begin in cutlass.range_constexpr(0, len(layers), op.warps):
-            layer = Int32(-1)
-            for i in cutlass.range_constexpr(min(op.warps, len(layers) - begin)):
-                layer = Int32(layers[begin + i]) if c.warp == i else layer
-            if layer >= 0:
-                first = p.head * HEAD + c.lane % 16 * 8 + c.lane // 16 * d.kda_dim
-                taps = field(c, layer, F["state_conv"], COUNT) + Int64(p.slot) * (18 * d.kda_dim)
-                taps += Int64(first) * 2
-                rT = cute.make_rmem_tensor(cute.make_layout((4, 3)), Uint32)
-                words_at(taps + 6 * d.kda_dim, Int32(0), rT[None, 0])
-                words_at(taps + 12 * d.kda_dim, Int32(0), rT[None, 1])
-                words_at(fresh(c, layer, op) + Int64(first) * 2, Int32(0), rT[None, 2])
-                for k in cutlass.range_constexpr(3):
-                    to = cute.make_ptr(
-                        Uint32, taps + 6 * d.kda_dim * k, cute.AddressSpace.gmem, assumed_align=16
-                    )
-                    cute.autovec_copy(rT[None, k], cute.make_tensor(to, cute.make_layout((4,))))
 
 
 @cute.jit

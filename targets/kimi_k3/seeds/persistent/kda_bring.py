@@ -1,8 +1,8 @@
 """What KDA of several tokens brings besides weights, past all registers: states as stages of the ring, taps and the
 convolution's weights by a warp of their own into shared memory that they share with nothing.
 
-A CTA reads all taps of an instance before it hints that its projection is posted, and whoever shifts them has waited
-for all those hints. No arithmetic here.
+Taps are read where the last launch left them; those of this one are written when it ends (`kda_taps`). No arithmetic
+here.
 """
 
 from typing import Any, NamedTuple

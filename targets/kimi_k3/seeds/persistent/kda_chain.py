@@ -26,7 +26,7 @@ from targets.kimi_k3.seeds.persistent.chain import (
 )
 from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, leave, wait
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors
-from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda, move_taps
+from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda
 from targets.kimi_k3.seeds.persistent.kda_bring import bring_taps, open_rows
 from targets.kimi_k3.seeds.persistent.kda_rows import (
     fill_kda_rows,
@@ -34,6 +34,7 @@ from targets.kimi_k3.seeds.persistent.kda_rows import (
     load_rows,
     projected,
 )
+from targets.kimi_k3.seeds.persistent.kda_taps import move_taps
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 from targets.kimi_k3.seeds.persistent.tensor import pack_rows
 
@@ -93,7 +94,7 @@ def consume(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
 
 
 @cute.jit
-def consume_rows(c: Ctx, taps: tuple, op: cutlass.Constexpr):
+def consume_rows(c: Ctx, slots: cute.Tensor, taps: tuple, op: cutlass.Constexpr):
     """As `consume` for several tokens; a CTA sends its columns of the next instance's x instead of y."""
     d = op.d
     it, edge = Int32(0), Int32(0)
@@ -112,6 +113,7 @@ def consume_rows(c: Ctx, taps: tuple, op: cutlass.Constexpr):
     wait(c, edge, op)
     timeline.end(c.track)
     leave(c, edge, (Int32(0), Int32(d.layers), Int32(d.layers)), op)
+    move_taps(c, slots, op)
 
 
 @cute.kernel
@@ -137,7 +139,7 @@ def chain_kernel(
     elif c.warp == op.warps + 1:
         bring_taps(c, taps, op)
     else:
-        consume_rows(c, taps, op)
+        consume_rows(c, slots, taps, op)
 
 
 def workspace(dims, cfg):

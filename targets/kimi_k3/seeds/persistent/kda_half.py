@@ -82,7 +82,7 @@ def load_ahead(c: Ctx, layer: Int32, p: Place, op: cutlass.Constexpr):
 
 @cute.jit
 def use_taps(c: Ctx, p: Place, s: State, op: cutlass.Constexpr):
-    """What the taps add to this thread's channel, where `update` looks; others may shift them after the next edge."""
+    """What the taps add to this thread's channel, where `update` looks."""
     sU = view(c, Float32, 0, 3 * HEAD)
     if p.head >= 0 and c.tid < 2 * HEAD + p.count:
         u = s.taps[0].to(Float32) * s.conv[0] + s.taps[1].to(Float32) * s.conv[1]

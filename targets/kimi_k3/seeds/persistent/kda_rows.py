@@ -43,10 +43,10 @@ from targets.kimi_k3.seeds.persistent.kda_bring import (
     seat,
     slot_of,
     state_row,
-    taps_at,
     window_first,
 )
 from targets.kimi_k3.seeds.persistent.kda_sizes import HEAD, channels_of, pitch_of, state_stages
+from targets.kimi_k3.seeds.persistent.kda_taps import fresh
 from targets.kimi_k3.seeds.persistent.plan import most, share
 from targets.kimi_k3.seeds.persistent.tensor import (
     TILE,
@@ -208,8 +208,8 @@ def place_of(c: Ctx, turn: cutlass.Constexpr, s: Seat, op: cutlass.Constexpr):
 def update_rows(
     c: Ctx, layer: Int32, at_: tuple, s: Seat, given: tuple, op: cutlass.Constexpr
 ):  # fmt: skip
-    """From the projection to o of this CTA's rows, both in boxes; writes states and taps. All that comes from boxes is
-    asked for before any of it is used. at_: (stage number, turn of the boxes); given: Taps, Late.
+    """From the projection to o of this CTA's rows, both in boxes; writes states and the newest taps. All that
+    comes from boxes is asked for before any of it is used. at_: (stage number, turn of the boxes); given: Taps, Late.
     """
     taps, late = given
     it, turn = at_
@@ -302,13 +302,14 @@ def row_token(c: Ctx, op: cutlass.Constexpr):
 
 @cute.jit
 def convolve_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, proj: Int64, op: cutlass.Constexpr):
-    """silu of the convolution into the pool; shifts the taps of live slots and gives back those in shared memory.
-    given: Taps, new values as peeked.
+    """silu of the convolution into the pool, the newest of live slots to where `move_taps` finds them; gives back the
+    taps in shared memory. given: Taps, new values as peeked.
     """
     taps, rX = given
     d, pitch = op.d, op.pitch(projected(op.d))
     sU, far = convolved(c, op), pitch_of(op)
     beside = s.first - window_first(s, op)
+    cute.arch.mbarrier_wait(taps.full, layer & 1)
     rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
     for k in cutlass.range_constexpr(turns_of(op)):
         token, own, there = mine(c, k, s, op)
@@ -323,8 +324,8 @@ def convolve_rows(c: Ctx, layer: Int32, s: Seat, given: tuple, proj: Int64, op: 
             sU[c.tid + k * op.threads] = quick_silu(u + x * rC[3])
             slot = slot_of(c, token)
             if slot > 0 and (s.slice == 0 or own >= 2 * HEAD):
-                gTap = at(BFloat16, taps_at(c, layer, slot, op), 9 * d.kda_dim)
-                gTap[ch], gTap[3 * d.kda_dim + ch], gTap[6 * d.kda_dim + ch] = b, e, x.to(BFloat16)
+                gFresh = at(BFloat16, fresh(c, layer, op), 3 * d.rows * d.kda_dim)
+                gFresh[token * 3 * d.kda_dim + ch] = x.to(BFloat16)
     cute.arch.sync_warp()
     if c.lane == 0:
         cute.arch.mbarrier_arrive(taps.empty)
@@ -584,9 +585,6 @@ def kda_rows(
         if token < d.rows and row < n:
             i = token * op.pitch(rows) + first + row
             post(c, "proj", turn, i, tile_sum(c, row, token, op), op)
-    if s.head >= 0:
-        # who shifts taps waits for this hint
-        cute.arch.mbarrier_wait(taps.full, layer & 1)
     hint(c, op)
     edge += 1
     timeline.mark(c.track, "edge proj", layer, kind="edge")

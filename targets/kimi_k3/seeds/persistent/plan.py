@@ -280,14 +280,17 @@ class Op:
 
     @property
     def fresh_at(self):
-        """Bytes into the mail, behind the boxes: the newest q and k of every KDA until the taps move on, where one CTA
-        of a head moves what the others have read."""
+        """Bytes into the mail, behind the boxes: the newest q, k and v of every KDA (`kda_taps`)."""
         return sum(2 * self.box_bytes(size, n) for _, size, n in self.boxes.values())
 
     @property
+    def fresh_bytes(self):
+        """Of a layer."""
+        return 6 * self.d.rows * self.d.kda_dim if "K" in self.d.attn else 0
+
+    @property
     def mail_words(self):
-        fresh = 0 if self.tiled or "K" not in self.d.attn else len(self.d.attn) * 4 * self.d.kda_dim
-        return max(32, (self.fresh_at + fresh) // 4)
+        return max(32, (self.fresh_at + len(self.d.attn) * self.fresh_bytes) // 4)
 
     @property
     def part_rows(self):

@@ -28,6 +28,8 @@ from targets.kimi_k3.seeds.persistent.device import (
 
 TILE = 16
 TOKENS = 8
+PACKERS = 512
+"""Threads of a CTA that packs."""
 
 
 @cute.jit
@@ -48,17 +50,14 @@ def anew(c: Ctx):
 
 
 @cute.kernel
-def pack_kernel(gFrom: cute.Tensor, gTo: cute.Tensor, ctas: cutlass.Constexpr):
-    """Row `block` of a matrix [rows, k]: its vectors of eight columns go where its CTA's tile wants them."""
+def pack_kernel(gFrom: cute.Tensor, gTo: cute.Tensor):
+    """Grid (ctas): each packs the rows that it will use, their vectors of eight columns where its tiles want them."""
     tid, _, _ = cute.arch.thread_idx()
-    row, _, _ = cute.arch.block_idx()
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
     rows, k = gFrom.shape
-    cta = ((row + 1) * ctas - 1) // rows
     first = rows * cta // ctas
     count = rows * (cta + 1) // ctas - first
-    tile = (row - first) // TILE * TILE
-    n = count - tile if count - tile < TILE else Int32(TILE)
-    start = (first + tile) * (k // 8) + (row - first - tile) * 4
     source = cute.make_tensor(
         cute.recast_ptr(gFrom.iterator, dtype=Uint32), cute.make_layout((rows * k // 2,))
     )
@@ -66,9 +65,12 @@ def pack_kernel(gFrom: cute.Tensor, gTo: cute.Tensor, ctas: cutlass.Constexpr):
         cute.recast_ptr(gTo.iterator, dtype=Uint32), cute.make_layout((rows * k // 2,))
     )
     r = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    for i in cutlass.range(tid, k // 8, 128, unroll=1):
-        cute.autovec_copy(cute.local_tile(source, (4,), (row * (k // 8) + i,)), r)
-        at = start + i // 4 * (n * 4) + i % 4
+    for i in cutlass.range(tid, count * (k // 8), PACKERS, unroll=1):
+        cute.autovec_copy(cute.local_tile(source, (4,), (first * (k // 8) + i,)), r)
+        row, v = i // (k // 8), i % (k // 8)
+        tile = row // TILE * TILE
+        n = count - tile if count - tile < TILE else Int32(TILE)
+        at = (first + tile) * (k // 8) + (row - tile) * 4 + v // 4 * (n * 4) + v % 4
         cute.autovec_copy(r, cute.local_tile(target, (4,), (at,)))
 
 
@@ -79,7 +81,7 @@ def pack_rows(
     """The first `rows` rows of a matrix, as `share` deals them to CTAs."""
     k = gFrom.shape[1]
     part = cute.make_tensor(gFrom.iterator, cute.make_layout((rows, k), stride=(k, 1)))
-    pack_kernel(part, gTo, ctas).launch(grid=(rows, 1, 1), block=(128, 1, 1), stream=stream)
+    pack_kernel(part, gTo).launch(grid=(ctas, 1, 1), block=(PACKERS, 1, 1), stream=stream)
 
 
 # ---- producer

@@ -172,8 +172,10 @@ def rank_token(
 
 @cute.jit
 def set_bits(address: Int32, bits: Int32):
-    cute.arch.inline_ptx(
-        "{ .reg .b32 old; atom.shared.or.b32 old, [{$r0}], {$r1}; }",
+    """What was there before."""
+    return cute.arch.inline_ptx(
+        "atom.shared.or.b32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
         read_only_args=[Int32(address), bits],
     )
 
@@ -189,9 +191,10 @@ def gather_experts(c: Tiles, chosen: tuple, op: cutlass.Constexpr):
         i = cute.arch.popc(Int32(c.bits[e // 32]) & ((Int32(1) << (e % 32)) - 1))
         for w in cutlass.range_constexpr(words):
             i += cute.arch.popc(Int32(c.bits[w])) if w < e // 32 else Int32(0)
-        c.ids[i] = e
         c.pair[i * op.tokens + m], c.share[i * op.tokens + m] = p, sWeight[p]
-        set_bits((c.mask.iterator + i).toint(), Int32(1) << m)
+        if set_bits((c.mask.iterator + i).toint(), Int32(1) << m) == 0:
+            # whoever comes first, for all tokens that want it
+            c.ids[i] = e
     if c.tid == op.threads - 1:
         total = Int32(0)
         for w in cutlass.range_constexpr(words):

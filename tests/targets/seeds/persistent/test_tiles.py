@@ -1,4 +1,4 @@
-"""Packed tiles of sixteen rows in the ring: every column has one thread, every row one place."""
+"""Packed tiles of sixteen rows in the ring: every column has one thread; states and taps have their places."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from targets.base import Options, find
 from targets.kimi_k3.seeds.persistent.kda_sizes import pitch_of, state_stages, window
-from targets.kimi_k3.seeds.persistent.plan import Op, Tiles, share
+from targets.kimi_k3.seeds.persistent.plan import Op, Tiles
 from targets.kimi_k3.seeds.persistent.tile_plan import TileOp
 
 SIZES = (32, 96, 256, 512, 1536, 3584, 7168, 768, 704)
@@ -34,15 +34,6 @@ def test_every_vector_of_a_row_has_one_thread_and_a_slice_fits(
     assert sorted(columns(g)) == list(range(k // 8))
     assert g.ROWS * g.piece_bytes <= stage and g.piece_bytes % 16 == 0
     assert g.width <= warps and g.slices * g.piece_bytes == g.row_bytes
-
-
-@pytest.mark.parametrize(("rows", "ctas"), [(6284, 132), (7168, 132), (656, 12), (33, 4)])
-def test_a_row_finds_the_cta_that_has_it(rows: int, ctas: int) -> None:
-    """As `tensor.pack_kernel` looks for it."""
-    for row in range(rows):
-        cta = ((row + 1) * ctas - 1) // rows
-        first, count = share(rows, cta, ctas)
-        assert first <= row < first + count
 
 
 def test_the_widths_of_the_model_fill_the_ring() -> None:
