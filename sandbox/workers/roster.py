@@ -88,6 +88,7 @@ class Roster:
         self.members: list[Member] = []
         self._nodes: dict[str, int] = {}
         self._lost_at: dict[tuple[str, str, int], int] = {}
+        self._listened = time.monotonic()
 
     # Jobs
 
@@ -177,12 +178,22 @@ class Roster:
 
     def tick(self) -> None:
         """Fill posts, take in first answers, hear hearts. Raises Lost when the cluster is gone."""
+        self._excuse()
         self._reconcile(self._cluster.nodes())
         for member in list(self.members):
             if member.state == "starting":
                 self._greet(member)
             if member.state in ("ready", "bad"):
                 self._listen(member)
+
+    def _excuse(self) -> None:
+        """While this process was stopped, or had no turn on a processor, nobody listened: that was no silence."""
+        now = time.monotonic()
+        away = now - self._listened
+        self._listened = now
+        if away > max(self.times.silent / 4, 2 * self.times.beat):
+            for member in self.members:
+                member.heard += away
 
     def _reconcile(self, nodes: list[Node]) -> None:
         alive = {n.id for n in nodes}

@@ -21,8 +21,8 @@ from sandbox.workers.places import Node, Post
 from sandbox.workers.station import Setup, Station, Tools
 
 REAL_HIRE = farm.hire
-# A worker's thread may have to wait for a processor for seconds; only the tests of silence are in a hurry.
-QUICK = roster.Times(beat=0.02, silent=30.0, hello=30.0, patience=0.3, closing=2.0)
+# A worker's thread may have to wait for a processor for seconds; only tests of silence and patience are in a hurry.
+QUICK = roster.Times(beat=0.02, silent=60.0, hello=60.0, patience=30.0, closing=30.0)
 
 
 @dataclass
@@ -151,7 +151,7 @@ def fault(at: JudgeJob) -> Verdict:
     return without_judging(at, Status.FAULT, Failure("illegal-address", "told to fault"))
 
 
-def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not come to that"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,22 +144,23 @@ def test_a_worker_that_dies_costs_its_candidate_nothing(tmp_path: Path) -> None:
 
 def test_a_lost_node_is_replaced_by_one_that_joins(tmp_path: Path) -> None:
     shop = Shop(tmp_path, gpus(1))
-    entered = threading.Event()
+    entered, gone = threading.Event(), threading.Event()
 
     def script(judge: ToldJudge, at: JudgeJob) -> None:
         entered.set()
         if judge.post.node.startswith("node0"):
-            time.sleep(0.5)
+            gone.wait(60)
 
     shop.script = script
     crew = shop.open()
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(crew.judge("h200").judge, job(artifact(tmp_path / "made")))
-        assert entered.wait(5)
+        assert entered.wait(60)
         joined = replace(gpus(1)[0], id="node9-00000000")
         shop.cluster.there.append(joined)
         shop.cluster.lose(shop.cluster.there[0].id)
-        assert future.result(10).status is Status.PASSED
+        gone.set()
+        assert future.result(60).status is Status.PASSED
     assert [j.post.node[:5] for j in shop.judges if j.seen] == ["node0", "node9"]
     assert "left the cluster" in crew.describe() or "killed" in crew.describe()
     crew.close()
@@ -246,24 +247,53 @@ def test_a_job_that_takes_workers_down_is_given_up_and_not_scored(tmp_path: Path
 
 def test_a_worker_that_is_not_heard_is_lost(tmp_path: Path) -> None:
     shop = Shop(tmp_path, gpus(2), replace(QUICK, silent=1.0))
+    over = threading.Event()
 
     def script(judge: ToldJudge, at: JudgeJob) -> Verdict | None:
         if len(shop.judged()) == 1:
             shop.worker(judge).silent = True
-            time.sleep(8)  # its node hangs: no answer, no heartbeat
+            over.wait(100)  # its node hangs: no answer, no heartbeat
         return None
 
     shop.script = script
     crew = shop.open()
     began = time.monotonic()
     assert crew.judge("h200").judge(job(artifact(tmp_path / "made"))).status is Status.PASSED
-    assert time.monotonic() - began < 7.5 and "not heard for" in crew.describe()
+    assert time.monotonic() - began < 60 and "not heard for" in crew.describe()
+    over.set()
+    crew.close()
+
+
+def test_time_in_which_nobody_listened_is_no_silence(tmp_path: Path) -> None:
+    """The driver's process was stopped for longer than a worker may be silent, and goes on before they can answer."""
+    shop = Shop(tmp_path, gpus(2), replace(QUICK, beat=600.0, silent=50.0))
+    crew = shop.open()
+    crew.pool._stop.set()  # here nobody else ticks
+    crew.pool._watch.join()
+    roster = crew.pool.roster
+    members = [m for m in roster.members if m.state == "ready"]
+    assert len(members) > 2
+    for m in members:
+        m.beat = Future()
+        m.heard -= 60
+    roster._listened -= 1260
+    roster.tick()
+    assert {m.state for m in members} == {"ready"}
+    for m in members:
+        m.heard -= 1400
+    roster.tick()
+    assert {m.state for m in members} == {"gone"}
     crew.close()
 
 
 def test_no_more_jobs_run_than_there_are_gpus_and_the_rest_waits(tmp_path: Path) -> None:
     shop = Shop(tmp_path, gpus(2, 1))
-    shop.script = lambda judge, at: time.sleep(0.05)  # type: ignore[func-returns-value]
+    all_busy = threading.Barrier(3)  # nobody goes on before three are at work
+
+    def script(judge: ToldJudge, at: JudgeJob) -> None:
+        all_busy.wait(60)
+
+    shop.script = script
     crew = shop.open()
     paths = [artifact(tmp_path / "made", n) for n in range(12)]
     with ThreadPoolExecutor(12) as threads:
@@ -278,7 +308,7 @@ def test_closing_cancels_what_runs_and_leaves_nothing(tmp_path: Path) -> None:
     shop = Shop(tmp_path, gpus(1))
 
     def script(judge: ToldJudge, at: JudgeJob) -> Verdict | None:
-        judge.cancelled.wait(5)
+        judge.cancelled.wait(100)
         return None
 
     shop.script = script
@@ -289,9 +319,9 @@ def test_closing_cancels_what_runs_and_leaves_nothing(tmp_path: Path) -> None:
         until(lambda: shop.gauge.now == 1)
         began = time.monotonic()
         crew.close()
-        statuses = [f.result(5).status for f in futures]
+        statuses = [f.result(60).status for f in futures]
     assert statuses.count(Status.CANCELLED) >= 2 and Status.INFRA not in statuses
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 60
     assert shop.cluster.closed and all(w.dead for w in shop.cluster.hired)
     until(lambda: not any(t.name == "workers" for t in set(threading.enumerate()) - before))
     assert shop.judges[0].closes == 1
@@ -304,7 +334,7 @@ def test_one_job_can_be_cancelled(tmp_path: Path) -> None:
     shop = Shop(tmp_path, gpus(1))
 
     def script(judge: ToldJudge, at: JudgeJob) -> Verdict | None:
-        if judge.cancelled.wait(5):
+        if judge.cancelled.wait(100):
             judge.cancelled.clear()
             return replace(infra(at, "cancelled"), status=Status.CANCELLED)
         return None
@@ -317,7 +347,7 @@ def test_one_job_can_be_cancelled(tmp_path: Path) -> None:
         future = threads.submit(judge.judge, job(path))
         until(lambda: shop.gauge.now == 1)
         judge.cancel()
-        assert future.result(5).status is Status.CANCELLED
+        assert future.result(60).status is Status.CANCELLED
     shop.script = lambda judge, at: None
     assert judge.judge(job(path)).status is Status.PASSED  # a cancelled look is not kept
     crew.close()
@@ -354,7 +384,7 @@ def test_workers_of_another_version_are_left_out(
 def test_nobody_to_judge_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(farm.Unusable, match="0 of 0 judge workers"):
         Shop(tmp_path, gpus(0)).open()
-    shop = Shop(tmp_path, gpus(1))
+    shop = Shop(tmp_path, gpus(1), replace(QUICK, patience=0.3))
     crew = shop.open()
     shop.cluster.lose(shop.cluster.there[0].id)
     verdict = crew.judge("h200").judge(job(artifact(tmp_path / "made")))
