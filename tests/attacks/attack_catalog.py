@@ -28,7 +28,7 @@ class Attack:
     why_no_control: str = ""
     open_in: frozenset[str] = frozenset()
     runs: int = 1
-    deadline_s: float = 8.0
+    deadline_s: float = 20.0
     slow: bool = False
     expect: tuple[str, ...] = ()
     ran: str = "RAN "
@@ -116,9 +116,15 @@ def forged(outcome: Outcome) -> str:
     ) else ""  # fmt: skip
 
 
+def late_by(outcome: Outcome, limit_s: float) -> bool:
+    """In a box the end may be waited for on a busy machine; attacks that would go on do so for longer than that."""
+    took = outcome.get("took")
+    return outcome["seconds"] > limit_s if took is None else took > limit_s + 1.5
+
+
 def overran(limit_s: float) -> Through:
     def through(outcome: Outcome) -> str:
-        late = outcome.get("took", outcome["seconds"]) > limit_s
+        late = late_by(outcome, limit_s)
         return got(outcome) or ("it ran past its deadline" if late else left_process(outcome))
 
     return through
@@ -143,7 +149,7 @@ def misread(outcome: Outcome) -> str:
 
 def hung_reader(outcome: Outcome) -> str:
     """The reader waited for a process that the worker left, or was left with it."""
-    late = outcome.get("took", outcome["seconds"]) > 4
+    late = late_by(outcome, 4)
     return left_process(outcome) or ("the reader waited" if late else "")
 
 

@@ -109,8 +109,8 @@ class Driver:
     def boxed(
         self, spec: box.Spec, choice: box.Choice, source: str, request: dict[str, Any]
     ) -> dict[str, Any]:
-        outcome = self.job(spec, choice, source, request.get("deadline_s", 8.0))
-        honest = self.job(spec, choice, HONEST, 8.0)
+        outcome = self.job(spec, choice, source, request.get("deadline_s", 20.0))
+        honest = self.job(spec, choice, HONEST, 60.0)
         outcome["honest"] = (
             honest["body"] == {"status": "done"} and "an honest line" in honest["output"]
         )
@@ -124,7 +124,7 @@ class Driver:
         if isinstance(boxed, box.Broken):
             return {"reason": "not started", "detail": boxed.detail, "body": None, "output": ""}
         with boxed:
-            ready = boxed.wait_ready(20)
+            ready = boxed.wait_ready(60)
             problem = ready if isinstance(ready, box.Broken) else boxed.verify()
             if problem is not None:
                 return {
@@ -134,7 +134,7 @@ class Driver:
                     "output": "",
                 }
             start = time.monotonic()
-            sent = boxed.send({"source": source}, {}, 5)
+            sent = boxed.send({"source": source}, {}, 20)
             answer = sent or boxed.read(CAPS, deadline_s)
             took = time.monotonic() - start
             left = boxed.kill()

@@ -23,7 +23,7 @@ from sandbox.verdict import Status
 from tests.attacks.attack_world import KEY_NAME, World
 
 HERE = Path(__file__).parent
-DEADLINE_S = 6.0
+DEADLINE_S = 10.0
 BUFFERS = (Buffer("inputs.x", "f32", (4, 256)), Buffer("outputs.y", "f32", (4, 256)))
 CANDIDATE = (HERE.parents[1] / "docs" / "candidate.md").read_text()
 pytestmark = pytest.mark.slow
@@ -121,7 +121,7 @@ def test_a_forged_result_is_an_error_of_the_candidate(name: str, run: Any) -> No
 def test_the_deadline_ends_it(name: str, run: Any) -> None:
     outcome, seen = run(name)
     assert outcome.status is Status.COMPILE_ERROR, outcome
-    assert outcome.seconds["total"] < 3 * DEADLINE_S + outcome.seconds["worker"] + 5
+    assert outcome.seconds["total"] < 3 * DEADLINE_S + outcome.seconds["worker"] + 30
     assert seen["processes"] == 0
 
 
