@@ -276,9 +276,6 @@ class Proposer(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def uses_model(self) -> bool: ...
-
     def plan(self, s: Situation, calls: Model | None) -> tuple[Direction, ...]:
         """At most `s.k` directions; none when there is nothing left to try."""
         ...

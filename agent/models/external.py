@@ -44,7 +44,6 @@ class External:
     check: Callable[[], None]
     guide: Callable[[Task], str] = field(default=lambda task: "")
     name: str = "external"
-    uses_model: bool = False
     lock: Lock = field(default_factory=Lock)
 
     def plan(self, s: Situation, calls: Model | None) -> tuple[Direction, ...]:

@@ -42,7 +42,6 @@ SHORTER = (
 class ModelProposer:
     name: str
     book: PromptBook
-    uses_model: bool = True
 
     def plan(self, s: Situation, calls: Model | None) -> tuple[Direction, ...]:
         """Directions from the model with parents chosen by `search`; without a readable answer,

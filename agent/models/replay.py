@@ -25,7 +25,6 @@ class Replay:
     rows: Sequence[Mapping[str, Any]]
     workspace: Workspace
     name: str = "replay"
-    uses_model: bool = False
 
     def plan(self, s: Situation, calls: Model | None) -> tuple[Direction, ...]:
         done = sum(t.seq > 0 for t in s.history)

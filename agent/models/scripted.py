@@ -56,7 +56,6 @@ class ScriptedProposer:
     sources: Sequence[str]
     repairs: Mapping[str, str] = field(default_factory=dict)
     name: str = "scripted"
-    uses_model: bool = False
 
     def plan(self, s: Situation, calls: Model | None) -> tuple[Direction, ...]:
         left = len(self.sources) - max(t.seq for t in s.history)

@@ -14,7 +14,6 @@ from sandbox.verdict import Verdict
 
 class Tuner:
     name = "tuner"
-    uses_model = False
 
     def plan(self, s: Situation, calls: Model | None) -> tuple[Direction, ...]:
         """The next points of the space; none when it is exhausted or nothing is declared."""
