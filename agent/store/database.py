@@ -7,11 +7,14 @@ no write begins as a read (that upgrade ignores the busy timeout).
 from __future__ import annotations
 
 import errno
+import fcntl
 import math
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +51,7 @@ def translate(error: sqlite3.DatabaseError, path: Path) -> Exception:
     if "full" in text:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     if "locked" in text:
-        return OSError(
-            errno.EBUSY, f"another process has kept it locked for {BUSY_S:g} s", str(path)
-        )
+        return _busy(path)
     return Corrupt(f"{path}: {text}")
 
 
@@ -68,13 +69,67 @@ def transaction(path: Path) -> Iterator[Database]:
 
 
 def migrate(path: Path) -> None:
+    """Creates the file and brings its tables up to date. Raises Corrupt, OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with connect(path) as db:
-        tables = set(db.table_names()) - {"checkpoints", "writes"}  # LangGraph's
-        if tables and "_sqlite_migrations" not in tables:
-            raise Corrupt(f"{path} is another program's database, no record of kernelgen")
-        db.conn.execute("PRAGMA journal_mode = WAL")
-        migrations.apply(db)
+        if _current(db, path):
+            return
+    with _alone(path), connect(path) as db:  # SQLite waits for nobody while it changes to WAL
+        if not _current(db, path):
+            db.conn.execute("PRAGMA journal_mode = WAL")
+            migrations.apply(db)
+
+
+def _current(db: Database, path: Path) -> bool:
+    """Whether nothing is to be done. Raises Corrupt for what is not ours to change."""
+    tables = set(db.table_names()) - {"checkpoints", "writes"}  # LangGraph's
+    if tables and "_sqlite_migrations" not in tables:
+        raise Corrupt(f"{path} is another program's database, no record of kernelgen")
+    applied = {m.name for m in migrations.applied(db)}
+    unknown = sorted(applied - _known())
+    if unknown:
+        raise Corrupt(
+            f"{path} was written by a newer kernelgen ({unknown[0]}): use that one, or another record"
+        )
+    mode = db.execute("PRAGMA journal_mode").fetchone()[0]
+    return not migrations.pending(db) and mode == "wal"
+
+
+@cache
+def _known() -> frozenset[str]:
+    """Names of all migrations: those that an empty database still needs."""
+    with closing(sqlite3.connect(":memory:")) as conn:
+        return frozenset(m.name for m in migrations.pending(Database(conn, execute_plugins=False)))
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time makes or changes the tables: a lock of the folder, gone when the process is. Not
+    of the file, for SQLite's own locks end when anybody in the process closes that. Raises OSError."""
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        until = time.monotonic() + BUSY_S
+        while not _locked(fd):
+            if time.monotonic() > until:
+                raise _busy(path)
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system that has no such locks
+    return True
+
+
+def _busy(path: Path) -> OSError:
+    return OSError(errno.EBUSY, f"another process has kept it locked for {BUSY_S:g} s", str(path))
 
 
 def checked(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,3 +168,16 @@ def test_another_programs_database_is_refused_and_left_as_it_was(tmp_path: Path)
     with pytest.raises(Corrupt, match="no record of kernelgen"):
         migrate(path)
     assert path.read_bytes() == before
+
+
+def test_a_record_of_a_newer_version_is_refused_and_left_as_it_was(store: Store) -> None:
+    with sqlite3.connect(store.path) as db:
+        db.execute(
+            "insert into _sqlite_migrations (migration_set, name, applied_at)"
+            " values ('kernelgen', 'of_tomorrow', 'then')"
+        )
+    db.close()
+    before = store.path.read_bytes()
+    with pytest.raises(Corrupt, match=r"newer kernelgen \(of_tomorrow\)"):
+        Store(store.path)
+    assert store.path.read_bytes() == before

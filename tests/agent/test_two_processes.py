@@ -193,3 +193,32 @@ def test_a_record_that_is_locked_for_a_while_is_waited_for_and_for_long_is_said_
     on = call("resume", "last", "--rounds", "2", "--json")
     assert on.exit_code in (0, 1), on.output
     assert json.loads(on.stdout)["candidates"] > first["candidates"]
+
+
+def _opened(path: Path, together: Any, said: Any) -> None:
+    together.wait(60)
+    try:
+        Store(path)
+        said.put("")
+    except Exception as error:
+        said.put(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "rollback-journal"])
+def test_processes_that_make_a_record_at_the_same_moment_wait_for_each_other(
+    tmp_path: Path, old: bool
+) -> None:
+    """SQLite answers `locked` at once, whatever the timeout, while another changes the journal's mode."""
+    fork = multiprocessing.get_context("fork")
+    for turn in range(4):
+        path = tmp_path / str(turn) / "runs.db"
+        path.parent.mkdir()
+        if old:
+            sqlite3.connect(path).execute("PRAGMA user_version = 1").close()
+        together, said = fork.Barrier(5), fork.Queue()
+        all_of_them = [fork.Process(target=_opened, args=(path, together, said)) for _ in range(5)]
+        for one in all_of_them:
+            one.start()
+        assert [said.get(timeout=60) for _ in all_of_them] == [""] * 5
+        for one in all_of_them:
+            one.join(60)
