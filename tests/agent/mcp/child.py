@@ -1,13 +1,14 @@
 """A server process over fakes, as `kernelgen mcp` would be: to be talked to, and to be killed.
 
 `python -m tests.agent.mcp.child FOLDER RUN DELAY [PORT_FILE]`: stdio, or HTTP on a free port whose
-number is written to PORT_FILE. DELAY: seconds a judgement takes.
+number is written to PORT_FILE. DELAY: seconds a judgement against an incumbent takes.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 from agent import fakes
@@ -28,9 +29,12 @@ class CountingJudge(fakes.FakeJudge):
     """Notes each finished judgement on disk and prints, as a careless library would."""
 
     book = Path()
+    slow = 0.0
 
     def judge(self, job: JudgeJob) -> Verdict:
         print("this line must not reach the protocol")
+        if job.incumbent is not None:
+            time.sleep(self.slow)
         verdict = super().judge(job)
         with self.book.open("a") as file:
             file.write(f"{job.artifact.name} {job.tier}\n")
@@ -39,8 +43,8 @@ class CountingJudge(fakes.FakeJudge):
 
 def main(folder: Path, run: str, delay: float, port_file: Path | None) -> None:
     base._TARGETS["fake"] = fakes.FakeTarget
-    CountingJudge.book = folder / "judged"
-    judge = CountingJudge(delay=delay)
+    CountingJudge.book, CountingJudge.slow = folder / "judged", delay
+    judge = CountingJudge()
     services = Services(fakes.FakeCompiler(folder / "jail"), judge, lambda: judge)
     place = Place(folder / "runs.db", folder / "kernels_out")
     driver = Driver(place, lambda: Opened(run, services))

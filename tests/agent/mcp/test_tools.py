@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from agent.models.base import Unavailable
 from agent.models.external import offer
 from agent.runner import load_settings, save_settings, with_limits
 from agent.search import Limits
+from sandbox.jobs import JudgeJob
+from sandbox.verdict import Verdict
 
 LIMITS = Limits(rounds=None, candidates=3, stop_at=None, patience=None)
 
@@ -56,7 +59,7 @@ async def refusal(c: Client, name: str, **arguments: Any) -> str:
 
 
 def go(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 60))
+    asyncio.run(asyncio.wait_for(work(), 240))
 
 
 async def best(c: Client) -> dict[str, Any]:
@@ -108,7 +111,16 @@ def test_a_candidate_goes_from_task_to_verdict(kit: Any) -> None:
 
 
 def test_failures_come_back_with_their_place_and_waiting_reports_progress(kit: Any) -> None:
-    kit.judge.delay = 0.6
+    """Nobody judges the candidate before its author was told that it is being judged."""
+    told = threading.Event()
+
+    class Patient(fakes.FakeJudge):
+        def judge(self, job: JudgeJob) -> Verdict:
+            if job.incumbent is not None:
+                told.wait(200)
+            return super().judge(job)
+
+    kit.judge = Patient()
 
     async def work() -> None:
         async with client(kit, new(kit)) as c:
@@ -120,6 +132,8 @@ def test_failures_come_back_with_their_place_and_waiting_reports_progress(kit: A
 
             async def progress(done: float, total: float | None, message: str | None) -> None:
                 seen.append(message or "")
+                if message == "judging":
+                    told.set()
 
             result = await c.call_tool(
                 "wait", {"ticket": sent["ticket"]}, progress_callback=progress

@@ -14,21 +14,21 @@ from agent.models.openai import OpenAIModel
 from tests.agent.models.provider_server import Answer, Server, broken, serve
 
 PROMPT = base.Prompt("propose", "stable part", "body", max_output_tokens=500)
-Make = Callable[[Server], base.Model]
+Make = Callable[..., base.Model]
 
 
-def _anthropic(s: Server) -> base.Model:
-    client = anthropic.Anthropic(api_key="k", base_url=s.url, timeout=1.0)
+def _anthropic(s: Server, timeout: float = 120.0) -> base.Model:
+    client = anthropic.Anthropic(api_key="k", base_url=s.url, timeout=timeout)
     return AnthropicModel("claude-opus-5-5", client=client)
 
 
-def _responses(s: Server) -> base.Model:
-    client = openai.OpenAI(api_key="k", base_url=s.url + "/v1", timeout=1.0)
+def _responses(s: Server, timeout: float = 120.0) -> base.Model:
+    client = openai.OpenAI(api_key="k", base_url=s.url + "/v1", timeout=timeout)
     return OpenAIModel("gpt-5.5", client=client)
 
 
-def _chat(s: Server) -> base.Model:
-    client = openai.OpenAI(api_key="k", base_url=s.url + "/v1", timeout=1.0)
+def _chat(s: Server, timeout: float = 120.0) -> base.Model:
+    client = openai.OpenAI(api_key="k", base_url=s.url + "/v1", timeout=timeout)
     return OpenAIModel("local-model", api="chat", client=client)
 
 
@@ -156,8 +156,8 @@ def test_errors_inside_a_stream() -> None:
 
 @ALL
 def test_a_time_out_is_worth_another_attempt(make: Make) -> None:
-    with serve(Answer("late", delay=1.5)) as s, pytest.raises(base.OverloadError):
-        make(s).complete(PROMPT)
+    with serve(Answer("late", delay=30.0)) as s, pytest.raises(base.OverloadError):
+        make(s, timeout=0.5).complete(PROMPT)
 
 
 def test_the_stable_part_is_marked_for_the_cache() -> None:
