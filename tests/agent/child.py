@@ -79,7 +79,7 @@ def model_of(folder: Path) -> Model:
     if not (folder / "url").exists():
         return PaidModel(folder / "bill")
     url = (folder / "url").read_text()
-    return OpenAIModel("gpt-5.5", client=openai.OpenAI(api_key="k", base_url=url, timeout=20.0))
+    return OpenAIModel("gpt-5.5", client=openai.OpenAI(api_key="k", base_url=url, timeout=120.0))
 
 
 @dataclass

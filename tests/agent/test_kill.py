@@ -183,18 +183,18 @@ def test_killed_while_a_provider_streams_no_answer_is_paid_for_twice(tmp_path: P
 def test_the_minutes_of_a_killed_session_are_spent_all_the_same(tmp_path: Path) -> None:
     def work() -> None:
         with beating(Ledger(Limits(), Spent(minutes=2.0)), tmp_path / "clock.json", 0.05):
-            time.sleep(60)
+            time.sleep(600)
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while elapsed_of(tmp_path / "clock.json") < 120.3 and time.monotonic() < end:
         time.sleep(0.05)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     known = elapsed_of(tmp_path / "clock.json")
-    assert 120.3 <= known < 140
+    assert 120.3 <= known < 300
     ledger = Ledger(Limits(minutes=2.0), spent_before(RunFiles(tmp_path), known))
     with pytest.raises(StopRun) as stop:
         ledger.check()

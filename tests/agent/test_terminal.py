@@ -55,7 +55,7 @@ class Terminal:
         return bool(data)
 
     def until(self, text: str) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while text not in self.drawn:
             assert time.monotonic() < end and self.process.poll() is None, self.drawn
             self.read()
@@ -119,15 +119,17 @@ def test_the_live_table_on_a_terminal_leaves_one_clean_table_behind(tmp_path: Pa
 @pytest.mark.slow  # three processes, one after the other
 def test_ctrl_c_twice_stops_at_once_and_the_run_goes_on_where_it_was(tmp_path: Path) -> None:
     shown = Terminal(tmp_path, (*OPTIMIZE, "--rounds", "1", "--candidates", "2"), SLOW="60")
-    shown.until("judging")
-    time.sleep(0.5)
+    end = time.monotonic() + 120
+    while not (tmp_path / "judging").exists():
+        assert time.monotonic() < end, shown.drawn
+        shown.read()
     os.kill(shown.process.pid, signal.SIGINT)
     shown.until("Ctrl-C again stops at once")
     assert shown.process.poll() is None  # it finishes what is running
     os.kill(shown.process.pid, signal.SIGINT)
     began = time.monotonic()
     code, out = shown.finish()
-    assert (code, time.monotonic() - began < 20) == (130, True)
+    assert (code, time.monotonic() - began < 50) == (130, True)
     assert shown.drawn.count("\x1b[?25h") >= 1  # the cursor is back
     assert list((tmp_path / "kernels_out").glob("*/*/*/kernel.py"))  # the seed, verified before
     again = Terminal(tmp_path, ("resume", "last"))

@@ -1,6 +1,6 @@
 """The command line on fakes, as a process of its own: for tests with signals and real terminals.
 
-`SLOW` in the environment: seconds a judgement against an incumbent takes.
+`SLOW` in the environment: seconds a judgement against an incumbent takes; a file `judging` says that one has begun.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SLOW = float(os.environ.get("SLOW", "0"))
 class SlowJudge(fakes.FakeJudge):
     def judge(self, job: JudgeJob) -> Verdict:
         self.delay = SLOW if job.incumbent is not None else 0.0
-        Path("judging").touch()
+        if self.delay:
+            Path("judging").touch()
         return super().judge(job)
 
 

@@ -123,7 +123,7 @@ def serve(
                 self.wfile.flush()
             if most < len(events):
                 state.sent.set()
-                state.over.wait(30)
+                state.over.wait(300)
             self.close_connection = True
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

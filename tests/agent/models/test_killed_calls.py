@@ -33,17 +33,17 @@ Make = Callable[[Server], Model]
 
 
 def _anthropic(s: Server) -> Model:
-    client = anthropic.Anthropic(api_key="k", base_url=s.url, timeout=20.0)
+    client = anthropic.Anthropic(api_key="k", base_url=s.url, timeout=120.0)
     return AnthropicModel("claude-opus-5-5", client=client)
 
 
 def _responses(s: Server) -> Model:
-    client = openai.OpenAI(api_key="k", base_url=s.url + "/v1", timeout=20.0)
+    client = openai.OpenAI(api_key="k", base_url=s.url + "/v1", timeout=120.0)
     return OpenAIModel("gpt-5.5", client=client)
 
 
 def _chat(s: Server) -> Model:
-    client = openai.OpenAI(api_key="k", base_url=s.url + "/v1", timeout=20.0)
+    client = openai.OpenAI(api_key="k", base_url=s.url + "/v1", timeout=120.0)
     return OpenAIModel("gpt-5.5", api="chat", client=client)
 
 
@@ -82,16 +82,16 @@ def killed(folder: Path, model: Model, when: Callable[[], None] | None, s: Serve
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     if when is None:
-        assert s.sent.wait(20)
+        assert s.sent.wait(120)
         until(lambda: len(log_of(folder).events) > 0)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
-    process.join(20)
+    process.join(120)
     assert process.exitcode == -signal.SIGKILL
 
 
 def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not true():
         assert time.monotonic() < end
         time.sleep(0.01)
