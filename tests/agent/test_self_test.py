@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -303,6 +306,15 @@ def test_the_quick_ones_cover_every_class() -> None:
     assert {named[n].group for n in QUICK} == {p.group for p in built_in() if "cpu" in p.devices}
 
 
+@pytest.fixture
+def master(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judged from a master that is drawn from the test's name, so that a failure happens again when it is looked for.
+    `KERNELGEN_TEST_SEED` draws another."""
+    drawn = random.Random(f"{request.node.nodeid} {os.environ.get('KERNELGEN_TEST_SEED', '')}")
+    number = drawn.getrandbits(62)
+    monkeypatch.setattr(selftest, "secrets", SimpleNamespace(randbits=lambda bits: number))
+
+
 def run_command(*only: str) -> dict[str, object]:
     asked = ["--self-test", "--device", "cpu", "--json", "--jobs", "2"]
     for name in only:
@@ -319,6 +331,7 @@ def run_command(*only: str) -> dict[str, object]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("master")
 def test_one_mistake_and_one_control_for_real() -> None:
     data = run_command("gemv/output-one-per-mille", "gemv/warps-in-reverse")
     assert (data["planted"], data["caught"], data["good"], data["rejected"]) == (1, 1, 1, 0)
@@ -326,6 +339,7 @@ def test_one_mistake_and_one_control_for_real() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("master")
 def test_one_of_every_class_for_real() -> None:
     run_command(*QUICK)
 
