@@ -92,7 +92,7 @@ def test_judges_of_several_cards_lose_nothing_of_each_others_measurements(tmp_pa
     for judge in judges:
         judge.start()
     for judge in judges:
-        judge.join(30)
+        judge.join(120)
     found = [cuda_facts.stored_roofline(tmp_path, f"GPU-{n}") or {} for n in range(4)]
     assert [f.get("l2_bytes") for f in found] == [0, 1, 2, 3]
     assert cuda_facts.stored_stream_rate(tmp_path, "", "GPU-3") == 4e12
