@@ -160,14 +160,14 @@ def _unlinked(bench: Bench, one: Any) -> Any:
     make = getattr(one, "make", None)
     if make is None:
         return one
-    parts = __import__("targets.kimi_k3.baseline.parts", fromlist=["Maker"])
-    before = parts.PDL
-    parts.PDL = False
+    launcher = __import__("targets.kimi_k3.baseline.launcher", fromlist=["PDL"])
+    before = launcher.PDL
+    launcher.PDL = False
     try:
         again = type(one)()
         again.prepare(bench.w, bench.t)
     finally:
-        parts.PDL = before
+        launcher.PDL = before
     return again
 
 

@@ -20,7 +20,7 @@ from targets.kimi_k3.baseline.tiles import Tile, Way, cdiv, power
 from targets.kimi_k3.sizes import EPS
 
 if TYPE_CHECKING:
-    from targets.kimi_k3.baseline.parts import Ends, Maker
+    from targets.kimi_k3.baseline.launcher import Ends, Launcher
 
 Launch = Callable[[], None]
 BLOCK = 1024
@@ -42,9 +42,9 @@ def here(device: torch.device) -> Here:
 
 
 class BlasProducts:
-    """`Maker.linear` by cuBLASLt: call it with a place, (x, W, y) and the ends of the product."""
+    """`Launcher.linear` by cuBLASLt: call it with a place, (x, W, y) and the ends of the product."""
 
-    def __init__(self, maker: Maker) -> None:
+    def __init__(self, maker: Launcher) -> None:
         self.maker = maker
         self.here = here(maker.device)
         self._taken: dict[str, bool] = {}

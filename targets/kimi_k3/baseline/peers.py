@@ -16,6 +16,7 @@ from torch import Tensor
 
 from targets.base import Workload
 from targets.kimi_k3.baseline import parts
+from targets.kimi_k3.baseline.launcher import Launch
 from targets.kimi_k3.options import Run, bank_rows, resolve, split
 from targets.kimi_k3.ranks import gpus, tensors_of
 from targets.reference import Tensors
@@ -43,11 +44,11 @@ class Rank:
         """This rank's GPU, torch's current one meanwhile."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def before(self, i: int) -> list[parts.Launch]:
+    def before(self, i: int) -> list[Launch]:
         """partial = this rank's share of instance i."""
         t, product = self.t, self.part == "oproj-allreduce"
         x = t[f"inputs.{'x' if product else 'partial'}.{i}"]
-        found: list[parts.Launch] = []
+        found: list[Launch] = []
         if i > 0:
             y, total = t[f"outputs.y.{i - 1}"], self.total if product else self.partial
             found.append(_sum(x, y[:, : x.shape[1]], total[:, : x.shape[1]]))
@@ -59,7 +60,7 @@ class Rank:
             found.append(self.make.linear("o_proj", (x, weight, self.partial)))
         return found
 
-    def after(self, i: int) -> parts.Launch:
+    def after(self, i: int) -> Launch:
         """The mix of instance i, once `partial` holds the sum of all ranks."""
         t, count = self.t, bank_rows(self.part, self.run)
         w = [t[f"weights.layers.{i}.{name}"] for name in ("res_norm", "res_proj", "out_norm")]
@@ -87,7 +88,7 @@ class NcclBaseline:
             raise NotImplementedError(f"{w.target}: only {' and '.join(PARTS)}")
         self.ranks = [Rank(w, tensors_of(tensors, r)) for r in range(gpus(w))]
         self._reduce([r.partial for r in self.ranks])  # communicators are made here
-        self.plan: list[parts.Launch] = []
+        self.plan: list[Launch] = []
         for i in range(self.ranks[0].run.layers):
             self.plan += [_there(r, launch) for r in self.ranks for launch in _made(r, r.before, i)]
             self.plan.append(lambda: self._reduce([r.partial for r in self.ranks]))
@@ -100,14 +101,14 @@ class NcclBaseline:
 
 
 def _made(
-    rank: Rank, what: Callable[[int], parts.Launch | list[parts.Launch]], i: int
-) -> list[parts.Launch]:
+    rank: Rank, what: Callable[[int], Launch | list[Launch]], i: int
+) -> list[Launch]:
     with rank.on():
         found = what(i)
     return found if isinstance(found, list) else [found]
 
 
-def _there(rank: Rank, launch: parts.Launch) -> parts.Launch:
+def _there(rank: Rank, launch: Launch) -> Launch:
     def run() -> None:
         with rank.on():
             launch()
@@ -115,14 +116,14 @@ def _there(rank: Rank, launch: parts.Launch) -> parts.Launch:
     return run
 
 
-def _sum(a: Tensor, b: Tensor, out: Tensor) -> parts.Launch:
+def _sum(a: Tensor, b: Tensor, out: Tensor) -> Launch:
     def run() -> None:
         torch.add(a, b, out=out)
 
     return run
 
 
-def _copy(a: Tensor, out: Tensor) -> parts.Launch:
+def _copy(a: Tensor, out: Tensor) -> Launch:
     def run() -> None:
         out.copy_(a)
 

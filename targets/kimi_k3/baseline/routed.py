@@ -19,7 +19,7 @@ from targets.kimi_k3.baseline.tiles import Way, cdiv
 from targets.kimi_k3.maths.layer import Layer
 
 if TYPE_CHECKING:
-    from targets.kimi_k3.baseline.parts import Ends, Maker
+    from targets.kimi_k3.baseline.launcher import Ends, Launcher
 
 Launch = Callable[[], None]
 SHIFT = 2.0**100
@@ -47,9 +47,9 @@ class Shared:
 
 
 class RoutedExperts:
-    """Launches of a `Maker`: call it with a layer and both kinds of operands."""
+    """Launches of a `Launcher`: call it with a layer and both kinds of operands."""
 
-    def __init__(self, maker: Maker) -> None:
+    def __init__(self, maker: Launcher) -> None:
         self.maker = maker
         self.way: Way | None = None
 
