@@ -33,10 +33,8 @@ class Listeners:
         self.counts = dict.fromkeys(("tcp", "udp", "abstract", "named"), 0)
         self.abstract = "kg-" + secrets.token_hex(6)
         self.file = str(base / "agent.sock")
-        tcp = socket.create_server(("127.0.0.1", 0))
+        tcp, udp = self._pair()
         self.port = tcp.getsockname()[1]
-        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        udp.bind(("127.0.0.1", self.port))
         abstract, named = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
         abstract.bind("\0" + self.abstract)
         named.bind(self.file)
@@ -45,6 +43,21 @@ class Listeners:
         named.listen()
         for name, sock in (("tcp", tcp), ("udp", udp), ("abstract", abstract), ("named", named)):
             threading.Thread(target=self._count, args=(name, sock), daemon=True).start()
+
+    def _pair(self) -> tuple[socket.socket, socket.socket]:
+        """Of one number that is free for TCP and for UDP. Raises OSError."""
+        for left in reversed(range(20)):
+            tcp = socket.create_server(("127.0.0.1", 0))
+            udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            try:
+                udp.bind(("127.0.0.1", tcp.getsockname()[1]))
+                return tcp, udp
+            except OSError:
+                tcp.close()
+                udp.close()
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
 
     def _count(self, name: str, sock: socket.socket) -> None:
         while True:
