@@ -31,7 +31,7 @@ class Factory:
         self.broken = False
 
     def __call__(self, arch: str) -> box.Boxed | box.Broken:
-        self.gate.wait(10)
+        self.gate.wait(60)
         if self.broken:
             return box.Broken("box", "cannot start")
         self.made.append(Worker(arch))
@@ -39,7 +39,7 @@ class Factory:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -77,7 +77,7 @@ def test_a_caller_waits_for_the_worker_that_is_starting() -> None:
     caller.start()
     time.sleep(0.05)
     factory.gate.set()
-    caller.join(10)
+    caller.join(60)
     assert got == factory.made and len(got) == 1
 
 
