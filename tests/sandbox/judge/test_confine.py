@@ -79,8 +79,8 @@ def test_files_of_the_user_are_out_of_reach(room: Room, tmp_path: Path) -> None:
     assert tried(read_file(secret), None) == "sk-planted"
     assert tried(read_file(secret), room) == "PermissionError"
     home = Path.home()
-    assert tried(lambda: len(os.listdir(home)) and "listed", None) == "listed"
-    assert tried(lambda: len(os.listdir(home)) and "listed", room) == "PermissionError"
+    assert tried(lambda: os.listdir(home) is not None and "listed", None) == "listed"
+    assert tried(lambda: os.listdir(home) is not None and "listed", room) == "PermissionError"
 
 
 @needs_landlock
