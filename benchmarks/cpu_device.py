@@ -18,7 +18,7 @@ import torch
 from sandbox import artifact_store
 from sandbox.artifact import Artifact
 from sandbox.devices.cpu import CpuDevice
-from sandbox.devices.cpu.device import CpuBound
+from sandbox.devices.cpu.program import CpuBound
 
 
 def tensors(artifact: Artifact) -> dict[str, torch.Tensor]:

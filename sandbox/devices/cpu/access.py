@@ -8,14 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sandbox.devices.cpu import layout as L
-from sandbox.devices.cpu.emit import Mods, Unsupported
+from sandbox.devices.cpu.emit import Unsupported
 from sandbox.devices.cpu.kernel import Kernel
 from sandbox.devices.cpu.ptx_ast import Instr, Mem, Operand, Reg, Sym
-
-SPACES = {
-    "global": L.GLOBAL, "shared": L.SHARED, "shared::cta": L.SHARED, "shared::cluster": L.SHARED, "local": L.LOCAL,
-    "const": L.GLOBAL, "param": L.PARAM, "param::entry": L.PARAM, "": L.GENERIC,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,22 +20,6 @@ class Access:
     space: int
     size: int
     flags: int
-
-
-def space_of(m: Mods) -> int:
-    """Take the state space from the modifiers; none means generic."""
-    return SPACES[
-        m.one(
-            "global",
-            "shared",
-            "shared::cta",
-            "shared::cluster",
-            "local",
-            "const",
-            "param",
-            "param::entry",
-        )
-    ]
 
 
 def address(k: Kernel, op: Operand, instr: Instr, space: int) -> str:

@@ -18,10 +18,12 @@ import torch
 from sandbox import artifact_store
 from sandbox.artifact import Artifact, Buffer, Launch
 from sandbox.devices.base import Refused
-from sandbox.devices.cpu.device import CpuDevice, CpuProgram
-from sandbox.devices.cpu.execute import Counts, Region, Work, run
+from sandbox.devices.cpu.device import CpuDevice
+from sandbox.devices.cpu.execute import run
 from sandbox.devices.cpu.facts import Facts, Residency, facts_of
 from sandbox.devices.cpu.model import H200, Machine, launch_seconds
+from sandbox.devices.cpu.program import CpuProgram
+from sandbox.devices.cpu.record import Counts, Region, Work
 from sandbox.verdict import Failure, Status
 
 SAMPLED = 6

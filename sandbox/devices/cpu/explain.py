@@ -13,7 +13,7 @@ from sandbox.devices.cpu.facts import Residency, facts_of
 from sandbox.devices.cpu.model import H200, launch_seconds
 
 if TYPE_CHECKING:
-    from sandbox.devices.cpu.execute import Counts, Region
+    from sandbox.devices.cpu.record import Counts, Region
     from sandbox.devices.cpu.translate import Translated
 
 

@@ -17,7 +17,7 @@ from sandbox.artifact import Launch
 from sandbox.devices.cpu.timing_code import Code
 
 if TYPE_CHECKING:
-    from sandbox.devices.cpu.execute import Counts
+    from sandbox.devices.cpu.record import Counts
 
 L2_KEEPS = 40 << 20  # bytes that may pass before a touched buffer counts as gone from L2
 COLD = ("weights", "inputs", "states", "constants")

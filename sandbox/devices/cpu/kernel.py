@@ -1,19 +1,21 @@
-"""One kernel in LLVM IR: registers, suspension points, memory checks. The instructions are in the `lower_*` modules.
+"""One kernel on its way from PTX to LLVM IR: registers, operands, records and suspension, as the `lower_*` modules use
+them.
 
 The kernel becomes `void kernel(thread, block, launch)`: it runs one thread from the resume point in its record until it
 suspends or ends. Registers are allocas that LLVM turns into values; at a suspension those still needed are saved in
-the thread's frame. Bounds are checked inline against the buffer that the same instruction hit last.
+the thread's frame. Walking the instructions is `lowering`'s affair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sandbox.devices.cpu import layout as L
 from sandbox.devices.cpu.cfg import Block, Graph
 from sandbox.devices.cpu.emit import Text, Unsupported
-from sandbox.devices.cpu.ptx_ast import Entry, Imm, Instr, Mem, Not, Operand, Reg, Sym, Variable
+from sandbox.devices.cpu.lower_special import special
+from sandbox.devices.cpu.ptx_ast import Entry, Imm, Instr, Not, Operand, Reg, Sym
 
 BITS = {
     "pred": 1, "b8": 8, "s8": 8, "u8": 8, "b16": 16, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "b32": 32, "s32": 32,
@@ -22,7 +24,6 @@ BITS = {
     "s16x2": 32, "u16x2": 32, "f32x2": 64,
 }  # fmt: skip
 FLOATS = {"f32": "float", "f64": "double"}
-Handler = Callable[["Kernel", Instr], None]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Placed:
 
 
 class Kernel(Text):
-    """Lowers an entry. After `lower`: `text`, `sites`, `effects` and the frame's size."""
+    """An entry being lowered: its text so far, `sites`, `effects` and the frame's size."""
 
     def __init__(self, entry: Entry, placed: Placed, options: Options) -> None:
         super().__init__()
@@ -55,11 +56,11 @@ class Kernel(Text):
         self.sites: list[Instr | None] = []
         self.frame_bytes = 0
         self._frame: dict[str, int] = {}
-        self._alloca = {name: f"%r{i}" for i, name in enumerate(entry.regs)}
-        self._resumes: list[str] = []
-        self._dirty = 0  # registers that may differ from the frame
+        self.alloca = {name: f"%r{i}" for i, name in enumerate(entry.regs)}
+        self.resumes: list[str] = []
+        self.dirty = 0  # registers that may differ from the frame
         self.current: Instr | None = None
-        self._away = 0  # registers whose value is in the frame alone
+        self.away = 0  # registers whose value is in the frame alone
         self.live_after = 0
         self.block: Block = self.graph.blocks[0]
         self.effects = [False] * len(self.graph.blocks)
@@ -79,7 +80,7 @@ class Kernel(Text):
             if op.name == "_":
                 return "0"
             have = self.bits_of(op.name)
-            value = self.let(f"load i{have}, ptr {self._alloca[op.name]}")
+            value = self.let(f"load i{have}, ptr {self.alloca[op.name]}")
             return self.resize(value, have, bits)
         if isinstance(op, Sym) and op.name in self.placed.shared:
             # the own window begins where the block's rank says
@@ -87,8 +88,6 @@ class Kernel(Text):
             return self.resize(own, 64, bits)
         if isinstance(op, Sym):
             return str(_signed(self.symbol(op.name, instr), bits))
-        from sandbox.devices.cpu.lower_special import special
-
         return special(self, op, bits, instr)
 
     def resize(self, value: str, have: int, want: int, signed: bool = False) -> str:
@@ -125,7 +124,7 @@ class Kernel(Text):
         if isinstance(op, Imm):
             return "true" if op.value else "false"
         if isinstance(op, Reg) and op.name != "_" and self.entry.regs[op.name] == "pred":
-            return self.let(f"load i1, ptr {self._alloca[op.name]}")
+            return self.let(f"load i1, ptr {self.alloca[op.name]}")
         raise Unsupported(instr, "operand is no predicate")
 
     def write(self, op: Operand, bits: int, value: str, instr: Instr, signed: bool = False) -> None:
@@ -135,10 +134,10 @@ class Kernel(Text):
         if op.name == "_":
             return
         have = self.bits_of(op.name)
-        self._dirty |= 1 << self.graph.number[op.name]
-        self._away &= ~(1 << self.graph.number[op.name])
+        self.dirty |= 1 << self.graph.number[op.name]
+        self.away &= ~(1 << self.graph.number[op.name])
         self.do(
-            f"store i{have} {self.resize(value, bits, have, signed)}, ptr {self._alloca[op.name]}"
+            f"store i{have} {self.resize(value, bits, have, signed)}, ptr {self.alloca[op.name]}"
         )
 
     def write_real(self, op: Operand, kind: str, value: str, instr: Instr) -> None:
@@ -195,6 +194,16 @@ class Kernel(Text):
             self.frame_bytes += size
         return self._frame[name]
 
+    def survivors(self, instr: Instr) -> int:
+        """What must outlive a suspension: all that is live after the instruction but its own results."""
+        written = self.graph.defs[id(instr)]
+        return self.live_after & ~written if instr.guard is None else self.live_after
+
+    def finish(self) -> None:
+        """The thread has ended."""
+        self.put("%t", L.T_STATE, str(L.DONE))
+        self.do("ret void")
+
     def scratch(self, size: int) -> int:
         """Bytes of the frame for the kernel's own use; the offset."""
         self.frame_bytes += size
@@ -204,22 +213,22 @@ class Kernel(Text):
         """Save `live`, leave in `state`, and go on here when resumed. `certain`: every path here suspends."""
         self._leave(self.site(instr), state, live)
         certain = certain and instr.guard is None
-        self.place(self._resume(0 if certain else live & ~self._away))
+        self.place(self._resume(0 if certain else live & ~self.away))
         if certain:
-            self._dirty &= ~live
-            self._away = live
+            self.dirty &= ~live
+            self.away = live
 
     def _leave(self, site: int, state: int, live: int) -> None:
-        for name in self.graph.set_of(live & self._dirty & ~self._away):
+        for name in self.graph.set_of(live & self.dirty & ~self.away):
             have = self.bits_of(name)
-            value = self.let(f"load i{have}, ptr {self._alloca[name]}")
+            value = self.let(f"load i{have}, ptr {self.alloca[name]}")
             if have < 64:
                 value = self.let(f"zext i{have} {value} to i64")
             kind = "i128" if have == 128 else "i64"
             self.do(
                 f"store {kind} {value}, ptr {self.at('%t', L.T_FRAME + self.slot(name))}, align 8"
             )
-        self.put("%t", L.T_PC, str(len(self._resumes) + 1))
+        self.put("%t", L.T_PC, str(len(self.resumes) + 1))
         self.put("%t", L.T_STATE, str(state))
         self.put("%t", L.T_SITE, str(site))
         self.do("ret void")
@@ -227,7 +236,7 @@ class Kernel(Text):
     def _resume(self, live: int) -> str:
         """Place the block that restores `live`; the label where the code goes on."""
         label, after = self.fresh("resume"), self.fresh("after")
-        self._resumes.append(label)
+        self.resumes.append(label)
         self.place(label)
         self._restore(live)
         self.go(after)
@@ -242,15 +251,15 @@ class Kernel(Text):
             )
             if have < 64:
                 value = self.let(f"trunc i64 {value} to i{have}")
-            self.do(f"store i{have} {value}, ptr {self._alloca[name]}")
+            self.do(f"store i{have} {value}, ptr {self.alloca[name]}")
 
     def fetch(self, names: int) -> None:
         """Bring registers back from the frame before they are used."""
-        self._restore(names & self._away)
-        self._away &= ~names
+        self._restore(names & self.away)
+        self.away &= ~names
 
     def dirty_all(self) -> None:
-        self._dirty = (1 << len(self._alloca)) - 1
+        self.dirty = (1 << len(self.alloca)) - 1
 
     # the whole
 
@@ -259,99 +268,7 @@ class Kernel(Text):
         """Bytes of saved registers, rounded so that local memory begins aligned."""
         return -(-self.frame_bytes // 16) * 16
 
-    def lower(self, handlers: Mapping[str, Handler]) -> str:
-        """The module's text."""
-        from sandbox.devices.cpu.lower_flow import finish
-
-        for block in self.graph.blocks:
-            self.block = block
-            self._dirty = self.graph.dirty_in[block.index]
-            self._away = 0
-            self.place(f"bb{block.index}")
-            self._count_block(block)
-            after = self._live_afters(block)
-            for i, instr in enumerate(block.instrs):
-                self.live_after = after[i]
-                if i == len(block.instrs) - 1 and instr.parts[0] in (
-                    "bra",
-                    "brx",
-                    "ret",
-                    "exit",
-                    "trap",
-                ):
-                    self.fetch(after[i])
-                self.fetch(self.graph.uses[id(instr)])
-                self._instr(instr, handlers)
-            self.fetch(self.graph.live_out[block.index])
-            finish(self, block)
-        return self._module()
-
-    def _count_block(self, block: Block) -> None:
-        p = self.at("%counters", 8 * block.index)
-        old = self.let(f"load i64, ptr {p}")
-        self.do(f"store i64 {self.let(f'add i64 {old}, 1')}, ptr {p}")
-
-    def _live_afters(self, block: Block) -> list[int]:
-        live = self.graph.live_out[block.index]
-        out = []
-        for instr in reversed(block.instrs):
-            out.append(live)
-            live = self.graph.before(instr, live)
-        return out[::-1]
-
-    def _instr(self, instr: Instr, handlers: Mapping[str, Handler]) -> None:
-        self.current = instr
-        handler = handlers.get(instr.parts[0])
-        if handler is None:
-            raise Unsupported(instr)
-        if instr.guard is None or instr.parts[0] in ("bra", "brx"):
-            handler(self, instr)
-            return
-        guard = self.flag(Not(instr.guard) if instr.negated else instr.guard, instr)
-        yes, no = self.fresh("do"), self.fresh("skip")
-        self.split(guard, yes, no)
-        self.place(yes)
-        handler(self, instr)
-        self.go(no)
-        self.place(no)
-
-    def _begin(self) -> list[str]:
-        """Where a thread starts: what may be read before anything writes it holds noise, all else zero."""
-        lines = ["begin:"]
-        for name in self.graph.unset():
-            n, bits, alloca = self.graph.number[name], self.bits_of(name), self._alloca[name]
-            call = f"call i64 @rt_unset(i64 %ci, i64 %bi, i64 %ti, i64 {n})"
-            value = f"%u{n}"
-            lines += [f"  {value} = {call}"]
-            if bits != 64:
-                how = "trunc" if bits < 64 else "sext"
-                value = f"%w{n}"
-                lines += [f"  {value} = {how} i64 %u{n} to i{bits}"]
-            lines += [f"  store i{bits} {value}, ptr {alloca}"]
-        return [*lines, "  br label %bb0"]
-
-    def _module(self) -> str:
-        from sandbox.devices.cpu.lower_flow import FLOAT_DECLARATIONS, prologue
-        from sandbox.devices.cpu.runtime import runtime_declarations
-        from sandbox.devices.cpu.subset_ops import DECLARATIONS
-
-        cases = "\n".join(f"    i64 {i + 1}, label %{r}" for i, r in enumerate(self._resumes))
-        allocas = []
-        for name, alloca in self._alloca.items():
-            bits = self.bits_of(name)
-            allocas += [f"  {alloca} = alloca i{bits}", f"  store i{bits} 0, ptr {alloca}"]
-        head = "define void @kernel(ptr noalias %t, ptr noalias %b, ptr noalias %c) nounwind {"
-        return "\n".join([
-            DECLARATIONS, FLOAT_DECLARATIONS, runtime_declarations(), head, "entry:", *allocas, *prologue(),
-            f"  %local = getelementptr i8, ptr %t, i64 {L.T_FRAME + self.frame_size}",
-            f"  switch i64 %pc, label %begin [\n{cases}\n  ]", *self._begin(), *self.lines, "fault:", "  ret void", "}",
-            '!0 = !{!"branch_weights", i32 1000, i32 1}', "",
-        ])  # fmt: skip
-
 
 def _signed(value: int, bits: int) -> int:
     value &= (1 << bits) - 1
     return value - (1 << bits) if bits > 1 and value >> (bits - 1) else value
-
-
-__all__ = ["BITS", "FLOATS", "Kernel", "Mem", "Options", "Placed", "Variable"]

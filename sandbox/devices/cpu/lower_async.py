@@ -10,12 +10,12 @@ from sandbox.devices.cpu import layout as L
 from sandbox.devices.cpu import rt_copy as C
 from sandbox.devices.cpu import rt_mbarrier as M
 from sandbox.devices.cpu import rt_reduce as R
-from sandbox.devices.cpu.access import address, space_of
+from sandbox.devices.cpu.access import Access, address, locate
+from sandbox.devices.cpu.cfg import has_result
 from sandbox.devices.cpu.emit import Mods, Unsupported
 from sandbox.devices.cpu.kernel import BITS, Kernel
-from sandbox.devices.cpu.lower_flow import _survivors as survivors
-from sandbox.devices.cpu.lower_memory import HINT_PREFIXES, SCOPES, elements, vector_of
-from sandbox.devices.cpu.ptx_ast import Imm, Instr, Operand
+from sandbox.devices.cpu.modifiers import HINT_PREFIXES, SCOPES, elements, vector_of
+from sandbox.devices.cpu.ptx_ast import Imm, Instr, Not, Operand, Reg
 from sandbox.devices.cpu.registry import lowers
 
 SHARED_SPACES = ("shared::cluster", "shared::cta", "shared")
@@ -77,8 +77,6 @@ def _copy(k: Kernel, instr: Instr, m: Mods) -> None:
     used = str(size.value)
     hinted = any(p.startswith("L2::cache_hint") for p in instr.parts)
     if len(ops) - hinted > 3:
-        from sandbox.devices.cpu.ptx_ast import Not, Reg
-
         third = ops[3]
         if (
             isinstance(third, Not)
@@ -192,8 +190,6 @@ def store_async(k: Kernel, instr: Instr) -> None:
     bits = BITS.get(kind, 0)
     if bits not in (32, 64):
         raise Unsupported(instr, f"type .{kind}")
-    from sandbox.devices.cpu.access import Access, locate
-
     values = [k.word(v, bits, instr) for v in elements(instr.operands[1], count, instr)]
     size = bits // 8 * count
     where = locate(
@@ -205,10 +201,6 @@ def store_async(k: Kernel, instr: Instr) -> None:
     k.change()
     k.runtime("rt_mbar", str(k.site(instr)), bar, str(M.M_COMPLETE), str(size))
     k.check_status()
-
-
-def red_async(k: Kernel, instr: Instr) -> None:
-    raise Unsupported(instr)
 
 
 @lowers("mbarrier", "mbarrier.{init,inval,arrive,arrive_drop,arrive.expect_tx,expect_tx,complete_tx,test_wait,try_wait,"
@@ -246,7 +238,7 @@ def mbarrier(k: Kernel, instr: Instr) -> None:
 
 def _operate(k: Kernel, instr: Instr, what: str, both: bool) -> None:
     ops = list(instr.operands)
-    dest = ops.pop(0) if _returns(instr) else None
+    dest = ops.pop(0) if has_result(instr) else None
     addr = address(k, ops[0], instr, L.SHARED)
     count = k.resize(k.word(ops[1], 32, instr), 32, 64) if len(ops) > 1 else "1"
     code = {"init": M.M_INIT, "inval": M.M_INVAL, "arrive": M.M_ARRIVE, "arrive_drop": M.M_DROP, 
@@ -260,12 +252,6 @@ def _operate(k: Kernel, instr: Instr, what: str, both: bool) -> None:
     k.check_status()
     if dest is not None:
         k.write(dest, 64, state, instr)
-
-
-def _returns(instr: Instr) -> bool:
-    from sandbox.devices.cpu.cfg import has_result
-
-    return has_result(instr)
 
 
 def _wait(k: Kernel, instr: Instr, parity: bool) -> None:
@@ -285,12 +271,9 @@ def _wait(k: Kernel, instr: Instr, parity: bool) -> None:
     wait, join = k.fresh("wait"), k.fresh("tested")
     k.split(first, join, wait)
     k.place(wait)
-    k.suspend(instr, L.MBAR, survivors(k, instr), certain=False)
+    k.suspend(instr, L.MBAR, k.survivors(instr), certain=False)
     again = k.runtime("rt_mbar_test", site, k.field("%t", slot), k.field("%t", slot + 8))
     k.check_status()
     k.write(done, 1, k.let(f"icmp ne i64 {again}, 0"), instr)
     k.go(join)
     k.place(join)
-
-
-__all__ = ["space_of"]

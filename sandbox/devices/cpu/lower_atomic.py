@@ -6,12 +6,13 @@ An atomic in a loop that changes nothing and sees what it saw last time is a pol
 from __future__ import annotations
 
 from sandbox.devices.cpu import layout as L
-from sandbox.devices.cpu.access import Access, address, locate, space_of
+from sandbox.devices.cpu.access import Access, address, locate
 from sandbox.devices.cpu.emit import Mods, Unsupported
+from sandbox.devices.cpu.float_ops import flush, pick
 from sandbox.devices.cpu.kernel import BITS, FLOATS, Kernel
 from sandbox.devices.cpu.lower_half import narrow, widen
-from sandbox.devices.cpu.lower_memory import HINT_PREFIXES, elements, order_of, vector_of
-from sandbox.devices.cpu.ptx_ast import Instr, Operand
+from sandbox.devices.cpu.modifiers import HINT_PREFIXES, elements, order_of, space_of, vector_of
+from sandbox.devices.cpu.ptx_ast import Instr
 from sandbox.devices.cpu.registry import lowers
 
 OPS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
@@ -25,10 +26,7 @@ OPS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 def atomic(k: Kernel, instr: Instr) -> None:
     m = Mods(instr)
     if "async" in m.rest:
-        from sandbox.devices.cpu.lower_async import red_async
-
-        red_async(k, instr)
-        return
+        raise Unsupported(instr)
     kind = m.kind()
     order = order_of(m)
     space = space_of(m)
@@ -127,8 +125,6 @@ def combine(k: Kernel, instr: Instr, what: tuple[str, str, str, str], old: str) 
 
 
 def _float(k: Kernel, instr: Instr, op: str, kind: str, old: str, value: str) -> str:
-    from sandbox.devices.cpu.lower_float import flush, pick
-
     t, bits = FLOATS[kind], BITS[kind]
     a, b = (k.let(f"bitcast i{bits} {v} to {t}") for v in (old, value))
     if op == "add":
@@ -145,8 +141,6 @@ def _float(k: Kernel, instr: Instr, op: str, kind: str, old: str, value: str) ->
 
 
 def _half(k: Kernel, instr: Instr, op: str, kind: str, old: str, value: str) -> str:
-    from sandbox.devices.cpu.lower_float import pick
-
     if op not in ("add", "min", "max"):
         raise Unsupported(instr, f"{op} of .{kind}")
     bits, out = BITS[kind], ""
@@ -165,6 +159,3 @@ def _half(k: Kernel, instr: Instr, op: str, kind: str, old: str, value: str) -> 
             piece = k.let(f"shl i{bits} {piece}, {16 * i}")
         out = k.let(f"or i{bits} {out}, {piece}") if out else piece
     return out
-
-
-__all__ = ["Operand"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sandbox.devices.cpu.emit import Mods, Unsupported
+from sandbox.devices.cpu.float_ops import MODES, flush
 from sandbox.devices.cpu.kernel import BITS, FLOATS, Kernel
-from sandbox.devices.cpu.lower_float import MODES, flush
 from sandbox.devices.cpu.lower_half import narrow, widen
 from sandbox.devices.cpu.ptx_ast import Instr, Operand
 from sandbox.devices.cpu.registry import lowers

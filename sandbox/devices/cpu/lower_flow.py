@@ -7,108 +7,14 @@ loop can keep others from running.
 from __future__ import annotations
 
 from sandbox.devices.cpu import layout as L
-from sandbox.devices.cpu.cfg import Block
 from sandbox.devices.cpu.emit import Mods, Unsupported
 from sandbox.devices.cpu.kernel import Kernel
-from sandbox.devices.cpu.ptx_ast import Imm, Instr, Not, Operand, Reg, Sym
+from sandbox.devices.cpu.lower_warp import warp_sync
+from sandbox.devices.cpu.ptx_ast import Instr, Not, Operand
 from sandbox.devices.cpu.registry import lowers
 
-FLOAT_DECLARATIONS = """
-declare float @llvm.fma.f32(float, float, float)
-declare float @llvm.fabs.f32(float)
-declare float @llvm.sqrt.f32(float)
-declare float @llvm.minnum.f32(float, float)
-declare float @llvm.maxnum.f32(float, float)
-declare float @llvm.copysign.f32(float, float)
-declare double @llvm.minnum.f64(double, double)
-declare double @llvm.maxnum.f64(double, double)
-declare float @llvm.rint.f32(float)
-declare float @llvm.trunc.f32(float)
-declare float @llvm.floor.f32(float)
-declare float @llvm.ceil.f32(float)
-declare double @llvm.rint.f64(double)
-declare double @llvm.trunc.f64(double)
-declare double @llvm.floor.f64(double)
-declare double @llvm.ceil.f64(double)
-declare i32 @llvm.fshr.i32(i32, i32, i32)
-declare i64 @llvm.fshr.i64(i64, i64, i64)
-declare i32 @llvm.fshl.i32(i32, i32, i32)
-declare i16 @llvm.bitreverse.i16(i16)
-declare i32 @llvm.bitreverse.i32(i32)
-declare i64 @llvm.bitreverse.i64(i64)
-declare i32 @llvm.ctpop.i32(i32)
-declare i32 @llvm.ctlz.i32(i32, i1)
-declare i16 @llvm.smin.i16(i16, i16)
-declare i16 @llvm.smax.i16(i16, i16)
-declare i16 @llvm.umin.i16(i16, i16)
-declare i16 @llvm.umax.i16(i16, i16)
-declare i32 @llvm.smin.i32(i32, i32)
-declare i32 @llvm.smax.i32(i32, i32)
-declare i32 @llvm.umin.i32(i32, i32)
-declare i32 @llvm.umax.i32(i32, i32)
-declare i64 @llvm.smin.i64(i64, i64)
-declare i64 @llvm.smax.i64(i64, i64)
-declare i64 @llvm.umin.i64(i64, i64)
-declare i64 @llvm.umax.i64(i64, i64)
-declare i32 @llvm.sadd.sat.i32(i32, i32)
-declare i32 @llvm.ssub.sat.i32(i32, i32)
-declare i32 @llvm.fptosi.sat.i32.f32(float)
-declare i32 @llvm.fptoui.sat.i32.f32(float)
-declare i64 @llvm.fptosi.sat.i64.f32(float)
-declare i64 @llvm.fptoui.sat.i64.f32(float)
-declare i16 @llvm.fptosi.sat.i16.f32(float)
-declare i16 @llvm.fptoui.sat.i16.f32(float)
-declare i8 @llvm.fptosi.sat.i8.f32(float)
-declare i8 @llvm.fptoui.sat.i8.f32(float)
-declare i32 @llvm.fptosi.sat.i32.f64(double)
-declare i32 @llvm.fptoui.sat.i32.f64(double)
-declare i64 @llvm.fptosi.sat.i64.f64(double)
-declare i64 @llvm.fptoui.sat.i64.f64(double)
-declare i16 @llvm.fptosi.sat.i16.f64(double)
-declare i16 @llvm.fptoui.sat.i16.f64(double)
-declare double @exp2(double)
-declare double @log2(double)
-declare double @sin(double)
-declare double @cos(double)
-declare double @tanh(double)
-"""
 
-
-def prologue() -> list[str]:
-    """What every kernel keeps at hand: addresses of its records and the bounds of shared memory."""
-    lines = [f"  %{n}i = ptrtoint ptr %{n} to i64" for n in "tbc"]
-    fields = [
-        ("pc", "t", L.T_PC, "i64"), ("smem", "b", L.B_SMEM, "ptr"), ("shadow", "b", L.B_SHADOW, "ptr"),
-        ("lo", "b", L.B_LO, "i64"), ("smembytes", "c", L.C_SMEM, "i64"), ("params", "c", L.C_PARAMS, "ptr"),
-        ("sites", "c", L.C_SITES, "ptr"), ("counters", "c", L.C_COUNTERS, "ptr"),
-    ]  # fmt: skip
-    for name, base, offset, kind in fields:
-        lines.append(f"  %{name}.p = getelementptr i8, ptr %{base}, i64 {offset}")
-        lines.append(f"  %{name} = load {kind}, ptr %{name}.p")
-    lines += ["  %lo32 = trunc i64 %lo to i32", "  %bytes32 = trunc i64 %smembytes to i32"]
-    lines += [f"  %count{k} = lshr i32 %bytes32, {k}" for k in range(5)]
-    return [*lines, "  %fuel = alloca i32", f"  store i32 {L.SLICE}, ptr %fuel"]
-
-
-def finish(k: Kernel, block: Block) -> None:
-    """Fall into the next block, or end the thread at the end of the text."""
-    last = block.instrs[-1] if block.instrs else None
-    if last is not None and last.parts[0] in ("bra", "brx"):
-        return
-    if last is not None and last.parts[0] in ("ret", "exit", "trap") and last.guard is None:
-        return
-    if block.next is None:
-        _done(k)
-    else:
-        k.go(f"bb{block.next}")
-
-
-def _done(k: Kernel) -> None:
-    k.put("%t", L.T_STATE, str(L.DONE))
-    k.do("ret void")
-
-
-def _edge(k: Kernel, instr: Instr, target: int) -> str:
+def _edge(k: Kernel, target: int) -> str:
     """Label to branch to: the block itself, or code that takes from the slice first for a branch back."""
     if target > k.block.index:
         return f"bb{target}"
@@ -127,10 +33,10 @@ def _back(k: Kernel, instr: Instr, label: str, target: int) -> None:
     out = k.fresh("yield")
     k.split(k.let(f"icmp sge i32 {left}, 0"), f"bb{target}", out, likely=True)
     k.place(out)
-    dirty = k._dirty
+    dirty = k.dirty
     k.dirty_all()
     k.suspend(instr, L.YIELD, k.graph.live_in[target], certain=False)
-    k._dirty = dirty
+    k.dirty = dirty
     k.go(f"bb{target}")
 
 
@@ -140,7 +46,7 @@ def bra(k: Kernel, instr: Instr) -> None:
     m.drop("uni")
     m.end()
     target = k.graph.label[k.graph.branch_targets(instr)[0]]
-    label = _edge(k, instr, target)
+    label = _edge(k, target)
     if instr.guard is None:
         k.go(label)
     else:
@@ -161,7 +67,7 @@ def brx(k: Kernel, instr: Instr) -> None:
         raise Unsupported(instr, "with a guard")
     targets = [k.graph.label[n] for n in k.graph.branch_targets(instr)]
     index = k.word(instr.operands[0], 32, instr)
-    labels = [_edge(k, instr, t) for t in targets]
+    labels = [_edge(k, t) for t in targets]
     bad = k.fresh("outside")
     k.do(f"switch i32 {index}, label %{bad} [")
     for i, label in enumerate(labels):
@@ -177,7 +83,7 @@ def brx(k: Kernel, instr: Instr) -> None:
 @lowers("ret", "ret{.uni}")
 @lowers("exit", "exit")
 def leave(k: Kernel, instr: Instr) -> None:
-    _done(k)
+    k.finish()
     if instr.guard is not None:
         k.place(k.fresh("dead"))
 
@@ -189,12 +95,6 @@ def trap(k: Kernel, instr: Instr) -> None:
     k.go("fault")
     if instr.guard is not None or instr.parts[0] == "brkpt":
         k.place(k.fresh("dead"))
-
-
-def _survivors(k: Kernel, instr: Instr) -> int:
-    """What must outlive a suspension: all that is live after the instruction but its own results."""
-    written = k.graph.defs[id(instr)]
-    return k.live_after & ~written if instr.guard is None else k.live_after
 
 
 def _bar_count(k: Kernel, instr: Instr, op: Operand | None) -> str:
@@ -209,8 +109,6 @@ def bar(k: Kernel, instr: Instr) -> None:
         _cluster(k, instr, m)
         return
     if m.take("warp"):
-        from sandbox.devices.cpu.lower_warp import warp_sync
-
         m.need("sync")
         m.end()
         warp_sync(k, instr)
@@ -230,7 +128,7 @@ def bar(k: Kernel, instr: Instr) -> None:
         return
     k.put("%t", L.T_A, number)
     k.put("%t", L.T_B, count)
-    k.suspend(instr, L.BAR, _survivors(k, instr), certain=True)
+    k.suspend(instr, L.BAR, k.survivors(instr), certain=True)
 
 
 def _bar_red(k: Kernel, instr: Instr, m: Mods, ops: list[Operand]) -> None:
@@ -240,7 +138,7 @@ def _bar_red(k: Kernel, instr: Instr, m: Mods, ops: list[Operand]) -> None:
     k.put("%t", L.T_A, k.resize(k.word(ops[1], 32, instr), 32, 64))
     k.put("%t", L.T_B, _bar_count(k, instr, ops[2] if len(ops) > 3 else None))
     k.put("%t", L.T_X, k.let(f"zext i1 {k.flag(ops[-1], instr)} to i64"))
-    k.suspend(instr, L.BAR, _survivors(k, instr), certain=True)
+    k.suspend(instr, L.BAR, k.survivors(instr), certain=True)
     votes = k.field("%t", L.T_X + 24)
     if how == "popc":
         k.write(ops[0], 32, k.resize(votes, 64, 32), instr)
@@ -258,7 +156,7 @@ def _cluster(k: Kernel, instr: Instr, m: Mods) -> None:
         k.change()
         k.runtime("rt_cluster_arrive")
         return
-    k.suspend(instr, L.CLUSTER, _survivors(k, instr), certain=True)
+    k.suspend(instr, L.CLUSTER, k.survivors(instr), certain=True)
 
 
 @lowers("membar", "membar.{cta,gl,sys}")
@@ -303,13 +201,3 @@ def fence(k: Kernel, instr: Instr) -> None:
 @lowers("pmevent", "pmevent")
 def nothing(k: Kernel, instr: Instr) -> None:
     """Hints: they change no value here."""
-
-
-@lowers("elect", "elect.sync")
-def elect(k: Kernel, instr: Instr) -> None:
-    from sandbox.devices.cpu.lower_warp import elect as lower
-
-    lower(k, instr)
-
-
-__all__ = ["Imm", "Reg", "Sym"]

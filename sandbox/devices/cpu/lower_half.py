@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sandbox.devices.cpu.emit import Mods, Unsupported
+from sandbox.devices.cpu.float_ops import COMPARISONS, pick, transcendental
 from sandbox.devices.cpu.kernel import Kernel
 from sandbox.devices.cpu.ptx_ast import Instr, Operand
+
+HALVES = {"f16", "bf16", "f16x2", "bf16x2"}
 
 
 def widen(k: Kernel, kind: str, value: str) -> str:
@@ -71,8 +74,6 @@ def _each(k: Kernel, instr: Instr, kind: str, count: int, f: Callable[[list[str]
 
 def half_binary(k: Kernel, instr: Instr, m: Mods, kind: str, code: str) -> None:
     """fadd, fsub, fmul, min or max."""
-    from sandbox.devices.cpu.lower_float import pick
-
     m.drop("rn")
     ftz, sat, nan = m.take("ftz"), m.take("sat"), m.take("NaN")
     m.end()
@@ -117,7 +118,6 @@ def half_fma(k: Kernel, instr: Instr, m: Mods, kind: str) -> None:
 
 def half_unary(k: Kernel, instr: Instr, kind: str, op: str) -> None:
     """neg, abs, tanh, ex2."""
-    from sandbox.devices.cpu.lower_float import transcendental
 
     def one(row: list[str]) -> str:
         if op == "neg":
@@ -133,8 +133,6 @@ def half_unary(k: Kernel, instr: Instr, kind: str, op: str) -> None:
 
 def half_compare(k: Kernel, instr: Instr, m: Mods, kind: str, ops: tuple[Operand, Operand]) -> str:
     """An i1 for scalars; pairs of predicates are refused."""
-    from sandbox.devices.cpu.lower_float import COMPARISONS
-
     if kind.endswith("x2"):
         raise Unsupported(instr, "pairs of results")
     a, b = (widen(k, kind, halves(k, o, kind, instr)[0]) for o in ops)

@@ -8,39 +8,15 @@ hints change nothing here.
 from __future__ import annotations
 
 from sandbox.devices.cpu import layout as L
-from sandbox.devices.cpu.access import Access, address, locate, space_of
+from sandbox.devices.cpu.access import Access, address, locate
 from sandbox.devices.cpu.emit import Mods, Unsupported
 from sandbox.devices.cpu.kernel import BITS, Kernel
-from sandbox.devices.cpu.ptx_ast import Instr, Mem, Operand, Reg, Vec
+from sandbox.devices.cpu.lower_async import store_async
+from sandbox.devices.cpu.modifiers import HINT_PREFIXES, elements, order_of, space_of, vector_of
+from sandbox.devices.cpu.ptx_ast import Instr
 from sandbox.devices.cpu.registry import lowers
 
 HINTS = ("ca", "cg", "cs", "lu", "wb", "wt", "nc", "weak", "unified", "noftz")
-HINT_PREFIXES = ("L1::", "L2::", "level::")
-SCOPES = ("cta", "cluster", "gpu", "sys")
-
-
-def order_of(m: Mods) -> str:
-    """Take ordering and scope; weak if there is none."""
-    order = m.one("acquire", "release", "relaxed", "acq_rel", "volatile", "sc")
-    m.drop(*SCOPES)
-    if m.take("mmio"):
-        order = order or "relaxed"
-    return order or "weak"
-
-
-def vector_of(m: Mods) -> int:
-    name = m.one("v2", "v4", "v8")
-    return int(name[1:]) if name else 1
-
-
-def elements(op: Operand, count: int, instr: Instr) -> tuple[Operand, ...]:
-    if count == 1:
-        if isinstance(op, Vec) and len(op.items) == 1:
-            return op.items
-        return (op,)
-    if not isinstance(op, Vec) or len(op.items) != count:
-        raise Unsupported(instr, "vector of another length")
-    return op.items
 
 
 @lowers(
@@ -143,8 +119,6 @@ def _merge(k: Kernel, slot: int) -> str:
 def store(k: Kernel, instr: Instr) -> None:
     m = Mods(instr)
     if "async" in m.rest or "bulk" in m.rest:
-        from sandbox.devices.cpu.lower_async import store_async
-
         store_async(k, instr)
         return
     kind = m.kind()
@@ -246,6 +220,3 @@ def getctarank(k: Kernel, instr: Instr) -> None:
 @lowers("createpolicy", "createpolicy... (a hint)")
 def createpolicy(k: Kernel, instr: Instr) -> None:
     k.write(instr.operands[0], 64, "0", instr)
-
-
-__all__ = ["Mem", "Reg"]

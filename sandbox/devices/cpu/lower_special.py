@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sandbox.devices.cpu import layout as L
 from sandbox.devices.cpu.emit import Unsupported
-from sandbox.devices.cpu.kernel import Kernel
 from sandbox.devices.cpu.ptx_ast import Instr, Operand, Special
+
+if TYPE_CHECKING:
+    from sandbox.devices.cpu.kernel import Kernel
 
 AXES = {"x": 0, "y": 8, "z": 16}
 RECORDS = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from sandbox.devices.cpu import layout as L
+from sandbox.devices.cpu.access import address
 from sandbox.devices.cpu.emit import Mods, Unsupported
 from sandbox.devices.cpu.kernel import BITS, Kernel
-from sandbox.devices.cpu.lower_flow import _survivors as survivors
+from sandbox.devices.cpu.modifiers import space_of
 from sandbox.devices.cpu.ptx_ast import Instr, Operand, Pair, Vec
 from sandbox.devices.cpu.registry import lowers
 
@@ -21,7 +22,7 @@ def meet(
     k.put("%t", L.T_OP, str(op))
     k.put("%t", L.T_MASK, mask)
     k.put("%t", L.T_A, str(variant))
-    k.suspend(instr, L.MEET, survivors(k, instr), certain=True)
+    k.suspend(instr, L.MEET, k.survivors(instr), certain=True)
 
 
 def slot(k: Kernel, index: int, bits: int) -> str:
@@ -45,6 +46,7 @@ def warp_sync(k: Kernel, instr: Instr) -> None:
     meet(k, instr, L.O_SYNC, _word(k, instr.operands[0], instr), {})
 
 
+@lowers("elect", "elect.sync")
 def elect(k: Kernel, instr: Instr) -> None:
     m = Mods(instr)
     m.need("sync")
@@ -125,8 +127,6 @@ def activemask(k: Kernel, instr: Instr) -> None:
 @lowers("ldmatrix", "ldmatrix.sync.aligned.m8n8.{x1,x2,x4}{.trans}{.shared}.b16")
 @lowers("stmatrix", "stmatrix.sync.aligned.m8n8.{x1,x2,x4}{.trans}{.shared}.b16")
 def matrix(k: Kernel, instr: Instr) -> None:
-    from sandbox.devices.cpu.access import address, space_of
-
     m = Mods(instr)
     m.need("sync")
     m.need("aligned")

@@ -22,7 +22,7 @@ from sandbox.devices.cpu.facts import Facts, Residency, facts_of
 from sandbox.devices.cpu.timing_code import Code, Op
 
 if TYPE_CHECKING:
-    from sandbox.devices.cpu.execute import Counts, Region
+    from sandbox.devices.cpu.record import Counts, Region
     from sandbox.devices.cpu.translate import Translated
 
 LATENCY = {

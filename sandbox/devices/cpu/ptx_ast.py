@@ -138,7 +138,6 @@ class Entry:
     tables: Mapping[str, tuple[str, ...]]
     directives: Mapping[str, tuple[int, ...]]
     line: int
-    end_line: int
 
     @property
     def param_bytes(self) -> int:

@@ -5,8 +5,6 @@ Inline assembly opens scopes of its own; their registers and labels are renamed 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sandbox.devices.cpu.ptx_ast import (
     Group,
     Imm,
@@ -23,9 +21,8 @@ from sandbox.devices.cpu.ptx_ast import (
     Variable,
     Vec,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    from sandbox.devices.cpu.ptx_parse import Cursor
+from sandbox.devices.cpu.ptx_cursor import Cursor
+from sandbox.devices.cpu.ptx_variable import variable
 
 MAX_DEPTH = 16
 MAX_REGISTERS = 1 << 17
@@ -48,7 +45,6 @@ class Body:
         self._scopes: list[dict[str, str]] = [{}]
         self._ids = [0]
         self._last_id = 0
-        self._parents: dict[int, int] = {}
         self._labels: dict[tuple[int, str], str] = {}
         self._pending: list[tuple[int, tuple[int, ...]]] = []
         self._table_scopes: dict[str, tuple[int, ...]] = {}
@@ -142,8 +138,6 @@ class Body:
         elif text == ".pragma":
             c.skip_to(";")
         elif text in (".local", ".shared"):
-            from sandbox.devices.cpu.ptx_parse import variable
-
             self.variables.append(variable(c, text[1:]))
         else:
             raise PtxError(f"unknown directive {text[:40]!r} in a kernel", line)
@@ -202,20 +196,20 @@ class Body:
             return Group(self._list(")", line))
         if c.accept("!"):
             return Not(self._register(c.next().text, line))
-        first = self._simple(line)
+        first = self._simple()
         if c.accept("|"):
-            return Pair(first, self._simple(line))
+            return Pair(first, self._simple())
         return first
 
     def _list(self, end: str, line: int) -> tuple[Operand, ...]:
         out: list[Operand] = []
         while not self.c.accept(end):
-            out.append(self._simple(line))
+            out.append(self._simple())
             if not self.c.accept(",") and self.c.peek() != end:
                 raise PtxError(f"expected {end!r}", line)
         return tuple(out)
 
-    def _simple(self, line: int) -> Operand:
+    def _simple(self) -> Operand:
         c = self.c
         text = c.peek()
         if text[:2].lower() == "0f" and len(text) == 10:
@@ -236,7 +230,7 @@ class Body:
 
     def _memory(self, line: int) -> Mem:
         c = self.c
-        base = self._simple(line)
+        base = self._simple()
         offset = 0
         coords: tuple[Operand, ...] = ()
         if c.accept("+"):

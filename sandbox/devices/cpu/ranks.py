@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sandbox.devices.base import Faulted
-from sandbox.devices.cpu.execute import Memory, Running
+from sandbox.devices.cpu.execute import Running
+from sandbox.devices.cpu.record import Memory
 from sandbox.verdict import Failure, Status
 
 if TYPE_CHECKING:
-    from sandbox.devices.cpu.device import CpuBound, CpuProgram
+    from sandbox.devices.cpu.program import CpuBound, CpuProgram
 
 
 class Held(AbstractContextManager[None]):

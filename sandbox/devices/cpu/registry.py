@@ -6,11 +6,11 @@ The documentation of coverage is generated from `FORMS`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sandbox.devices.cpu.kernel import Handler
+from sandbox.devices.cpu.kernel import Kernel
+from sandbox.devices.cpu.ptx_ast import Instr
 
+Handler = Callable[[Kernel, Instr], None]
 HANDLERS: dict[str, Handler] = {}
 FORMS: dict[str, str] = {}
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sandbox.artifact import Launch
 from sandbox.devices.cpu import layout as L
 from sandbox.devices.cpu.ptx_ast import Instr
+from sandbox.devices.cpu.record import Record, Region
 from sandbox.devices.cpu.translate import Translated
 from sandbox.verdict import Failure
-
-if TYPE_CHECKING:
-    from sandbox.devices.cpu.execute import Record, Region
 
 RULES = {
     L.F_BOUNDS: ("out-of-bounds", "accesses {size} bytes at {addr}, outside every buffer"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sandbox.devices.cpu.cfg import Graph
 from sandbox.devices.cpu.kernel import BITS
-from sandbox.devices.cpu.ptx_ast import Entry, Instr
+from sandbox.devices.cpu.ptx_ast import Instr
 
 SPECIAL = {"ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt"}
 MEETINGS = {"shfl", "vote", "redux", "match", "elect", "movmatrix"}
@@ -106,7 +106,7 @@ def kind_of(instr: Instr) -> str:
     return "free" if op in FREE else "alu"
 
 
-def code_of(entry: Entry, graph: Graph, sites: Sequence[Instr | None]) -> Code:
+def code_of(graph: Graph, sites: Sequence[Instr | None]) -> Code:
     first: dict[int, int] = {}
     for i, instr in enumerate(sites):
         if instr is not None:

@@ -17,12 +17,15 @@ from sandbox.devices.cpu import (
     jit,
     lower_async,
     lower_atomic,
+    lower_bits,
+    lower_compare,
     lower_cvt,
     lower_float,
     lower_flow,
     lower_int,
     lower_memory,
     lower_mma,
+    lower_move,
     lower_warp,
 )  # fmt: skip
 from sandbox.devices.cpu import (
@@ -31,6 +34,7 @@ from sandbox.devices.cpu import (
 from sandbox.devices.cpu.cfg import Graph
 from sandbox.devices.cpu.emit import Unsupported
 from sandbox.devices.cpu.kernel import Kernel, Options, Placed
+from sandbox.devices.cpu.lowering import lower
 from sandbox.devices.cpu.ptx_ast import Entry, Instr, Module, PtxError, Variable
 from sandbox.devices.cpu.registry import HANDLERS
 from sandbox.devices.cpu.runtime import functions, runtime_ir
@@ -40,12 +44,15 @@ from sandbox.verdict import Failure, Status
 LOWERINGS = (
     lower_async,
     lower_atomic,
+    lower_bits,
+    lower_compare,
     lower_cvt,
     lower_float,
     lower_flow,
     lower_int,
     lower_memory,
     lower_mma,
+    lower_move,
     lower_warp,
 )
 MAX_INSTRUCTIONS = 1 << 18
@@ -70,7 +77,7 @@ class Translated:
     @cached_property
     def timing(self) -> Code:
         """For the model."""
-        return code_of(self.entry, self.graph, self.sites)
+        return code_of(self.graph, self.sites)
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,7 @@ def translate(entry: Entry, module: Module, data: ModuleData, exact: bool) -> Tr
 def _lower(kernel: Kernel) -> str:
     """The kernel's IR. What a handler trips over is an instruction of a form that it does not expect."""
     try:
-        return kernel.lower(HANDLERS)
+        return lower(kernel, HANDLERS)
     except Unsupported as error:
         raise refusal(error.instr, str(error)) from error
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:

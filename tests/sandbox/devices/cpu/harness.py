@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from sandbox.artifact import Artifact, Buffer, Launch, LaunchPlan, Relocation
-from sandbox.devices.cpu.device import CpuBound, CpuDevice, CpuProgram
+from sandbox.devices.cpu.device import CpuDevice
+from sandbox.devices.cpu.program import CpuBound, CpuProgram
 
 DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",

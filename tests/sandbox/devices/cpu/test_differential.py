@@ -30,7 +30,15 @@ from tests.sandbox.devices.cpu.compare import FLOATS, Row, compare, rules_of, sp
 from tests.sandbox.devices.cpu.twin import Twin
 from tests.sandbox.judge.test_seeds import client, compiled
 
-MODULES = ("test_basic", "test_instructions", "test_together", "test_styles")
+MODULES = (
+    "test_basic",
+    "test_integers",
+    "test_floats",
+    "test_conversions",
+    "test_warps",
+    "test_together",
+    "test_styles",
+)
 # what a GPU decides in its own way: which lanes are together, and which of several orders an atomic sum has
 FREE = {"test_activemask_of_a_divergent_branch"}
 SEEDS = ("attn-res", "decode", "gemv", "kda", "latent-moe", "mla", "router")

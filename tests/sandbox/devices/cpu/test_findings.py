@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sandbox.devices.base import Faulted, Refused
-from sandbox.devices.cpu import execute
+from sandbox.devices.cpu import fill
 from sandbox.devices.cpu.device import CpuDevice
 from sandbox.verdict import Status
 from tests.sandbox.devices.cpu.harness import Shape, kernel, run
@@ -259,7 +259,7 @@ def test_more_flags_than_the_race_check_has_room_for_are_no_races(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flags without a fence order nothing and take no room; of others too many are a refusal, not a false alarm."""
-    monkeypatch.setattr(execute, "MOST_OBJECTS", 0)
+    monkeypatch.setattr(fill, "MOST_OBJECTS", 0)
     flags, out = torch.zeros(1024 * 16, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
     text = kernel(FLAGS.format(order=order), "pp", extra=SMEM).replace(
         "st.global.b32 [%rd101]",

@@ -10,7 +10,7 @@ import torch
 from sandbox.artifact import Artifact, LaunchPlan
 from sandbox.devices.base import Faulted
 from sandbox.devices.cpu import CpuDevice
-from sandbox.devices.cpu.device import CpuBound, CpuProgram
+from sandbox.devices.cpu.program import CpuBound, CpuProgram
 from sandbox.verdict import Status
 from tests.sandbox.devices import pair
 
