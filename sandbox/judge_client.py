@@ -158,11 +158,13 @@ class JudgeClient:
         with self._turn:
             done = False
             try:
-                process = self._started()
-                self._next_id += 1
-                self._current = self._next_id
-                with self._sending:
-                    self._send(process, {**request, "id": self._current})
+                try:
+                    self._hand_over(request)
+                except (
+                    BrokenPipeError
+                ):  # between two jobs, and its end was not seen: this one it never had
+                    self._abandon()
+                    self._hand_over(request)
                 reply = self._receive(time.monotonic() + limit)
                 if reply.get("id") != self._current:
                     raise JudgeFailed("the judge's server answered another question")
@@ -172,6 +174,13 @@ class JudgeClient:
                 self._current = None
                 if not done:  # also for Ctrl-C: a server in an unknown state is of no use
                     self._abandon()
+
+    def _hand_over(self, request: Mapping[str, Any]) -> None:
+        process = self._started()
+        self._next_id += 1
+        self._current = self._next_id
+        with self._sending:
+            self._send(process, {**request, "id": self._current})
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:

@@ -166,6 +166,22 @@ def test_a_dead_server_costs_one_infra_verdict(state: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_job_that_a_dead_server_never_had_goes_to_the_next(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended between two jobs, and was not seen to have."""
+    with client(state) as c:
+        assert c.judge(job(state, "ok")).status is Status.PASSED
+        dead = c._process
+        assert dead is not None
+        os.kill(dead.pid, signal.SIGKILL)
+        dead.wait(60)
+        monkeypatch.setattr(dead, "poll", lambda: None)
+        assert c.judge(job(state, "ok")).status is Status.PASSED
+        assert server_pid(c) != dead.pid
+
+
+@pytest.mark.slow
 def test_a_confined_child_cannot_kill_its_server(state: Path) -> None:
     with client(state) as c:
         c.judge(job(state, "ok"))
