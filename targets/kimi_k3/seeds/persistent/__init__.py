@@ -1,142 +1,151 @@
-"""The persistent decode kernel as one candidate file: `source()` bundles the modules of this package.
+"""The persistent kernels as candidate files: `source()` bundles what each needs of the modules of this package.
 
-Nothing here imports CuTe DSL.
+A definition is taken as it is written if the candidate uses it, directly or not, from the module that its user imports
+it from. Nothing here imports CuTe DSL.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-_HERE = Path(__file__).parent
-_PARTS = {
-    "decode": (
-        "plan",
-        "fields",
-        "device",
-        "setup",
-        "exchange",
-        "vectors",
-        "mix",
-        "kda_taps",
-        "kda",
-        "kda_half",
-        "moe_fill",
-        "moe_dense",
-        "moe_route",
-        "moe_experts",
-        "moe",
-        "tile_plan",
-        "unit_plan",
-        "tile_codes",
-        "tile_rank",
-        "brief",
-        "units",
-        "ffn",
-        "mla",
-        "decode",
-    ),
-    "latent-moe-tiles": (
-        "plan",
-        "fields",
-        "device",
-        "setup",
-        "tile_plan",
-        "tile_device",
-        "tile_codes",
-        "tile_rank",
-        "tile_even",
-        "tile_up",
-        "tile_down",
-        "tile_front",
-        "tile_back",
-        "tile_route",
-        "tile_alone",
-        "tile_moe",
-        "tile_chain",
-    ),
-    "latent-moe": (
-        "plan",
-        "fields",
-        "device",
-        "setup",
-        "exchange",
-        "vectors",
-        "moe_fill",
-        "moe_route",
-        "moe_experts",
-        "moe",
-        "chain",
-        "moe_chain",
-    ),
-    "kda": (
-        "plan",
-        "fields",
-        "device",
-        "setup",
-        "exchange",
-        "tensor",
-        "kda_taps",
-        "kda",
-        "kda_sizes",
-        "kda_bring",
-        "kda_rows",
-        "chain",
-        "kda_chain",
-    ),
+_PACKAGE = "targets.kimi_k3.seeds."
+_ENTRIES = {
+    "decode": "persistent.decode",
+    "latent-moe-tiles": "persistent.tile_chain",
+    "latent-moe": "persistent.moe_chain",
+    "kda": "persistent.kda_chain",
 }
-_SHARED = {
-    "common": None,
-    "router": {"order_key"},
-    "latent_moe_codes": {"expand", "pair_up", "scale_word"},
-    "mla_attention": {"mma_16x32"},
-}
-"""Modules of the plain seeds that are used here, and of which only some definitions."""
-_ENTRY = {"TUNABLES", "workspace", "constants", "prepare", "step"}
+_INSTEAD = {"decode": {"common": "persistent.brief"}}
+"""By part: modules whose definitions stand in for those of the same names in another."""
+_CANDIDATE = ("TUNABLES", "workspace", "constants", "prepare", "step")
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """A top-level definition: its text with the comments above it, and the names that it mentions."""
+
+    text: tuple[str, ...]
+    names: tuple[str, ...]
+    mentions: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Module:
+    """outer: what it imports from elsewhere, by name; inner: from which module of the seeds a name comes."""
+
+    doc: str
+    outer: Mapping[str, str]
+    inner: Mapping[str, str]
+    definitions: Sequence[_Definition]
+
+    def find(self, name: str) -> _Definition | None:
+        return next((d for d in self.definitions if name in d.names), None)
 
 
 def source(part: str = "decode") -> str:
-    """The candidate of `kimi-k3-<part>`. Definitions are taken as written, with the comments above them."""
-    names = _PARTS[part]
-    files = [(_HERE.parent / f"{name}.py", only) for name, only in _SHARED.items()]
-    files += [(_HERE / f"{name}.py", None) for name in names]
-    imports: set[str] = set()
-    sections: list[str] = []
-    for path, only in files:
-        tree = ast.parse(path.read_text())
-        imports |= {ast.unparse(n) for n in tree.body if _outside(n)}
-        last = path.stem == names[-1]
-        sections.append(_section(path, tree, only, last))
-    doc = ast.get_docstring(ast.parse((_HERE / f"{names[-1]}.py").read_text()), clean=False)
-    return "\n\n".join([f'"""{doc}"""', "\n".join(sorted(imports)), *sections]) + "\n"
+    """The candidate of `kimi-k3-<part>`. Raises ValueError if two of its definitions have one name."""
+    entry, instead = _ENTRIES[part], _INSTEAD.get(part, {})
+    kept: dict[str, list[_Definition]] = {m: [] for m in _order(entry, [])}
+    kept |= {m: [] for m in instead.values()}
+    todo = [(entry, name) for name in _CANDIDATE]
+    while todo:
+        module, name = todo.pop()
+        found = _module(module).find(name)
+        stand_in = instead.get(module, module)
+        if found and stand_in != module and _module(stand_in).find(name):
+            todo.append((stand_in, name))
+        elif found and found not in kept[module]:
+            kept[module].append(found)
+            todo += [(module, x) for x in found.mentions]
+        elif not found and name in _module(module).inner:
+            todo.append((_module(module).inner[name], name))
+    _refuse_twice(d for found in kept.values() for d in found)
+    sections = [_section(m, found) for m, found in kept.items() if found]
+    return "\n\n".join([f'"""{_module(entry).doc}"""', _imports(kept), *sections]) + "\n"
 
 
-def _outside(node: ast.stmt) -> bool:
-    if isinstance(node, ast.ImportFrom):
-        return not (node.module or "").startswith("targets.")
-    return isinstance(node, ast.Import)
+def _order(module: str, done: list[str]) -> list[str]:
+    """The modules that one needs, each behind those it imports."""
+    for needed in dict.fromkeys(_module(module).inner.values()):
+        if needed not in done:
+            _order(needed, done)
+    if module not in done:
+        done.append(module)
+    return done
 
 
-def _section(path: Path, tree: ast.Module, only: set[str] | None, last: bool) -> str:
-    text = path.read_text().splitlines()
-    kept = [f"# ---- {path.stem}: {(ast.get_docstring(tree) or '').splitlines()[0]}"]
+def _refuse_twice(definitions: Iterable[_Definition]) -> None:
+    names = [name for d in definitions for name in d.names]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"more than one definition of {', '.join(twice)}")
+
+
+@cache
+def _module(name: str) -> _Module:
+    path = Path(__file__).parent.parent / f"{name.replace('.', '/')}.py"
+    tree, lines = ast.parse(path.read_text()), path.read_text().splitlines()
+    outer: dict[str, str] = {}
+    inner: dict[str, str] = {}
+    found: list[_Definition] = []
     end = 0
     for node in tree.body:
         start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
         before, end = end, node.end_lineno or start
-        if isinstance(node, ast.Import | ast.ImportFrom) or node is tree.body[0]:
-            continue
         names = _names(node)
-        if (only is not None and not names & only) or (not last and names & _ENTRY):
-            continue
-        comments = [x for x in text[before : start - 1] if x.startswith("#")]
-        kept += ["", *comments, *text[start - 1 : end]]
-    return "\n".join(kept)
+        if isinstance(node, ast.Import):
+            outer |= {a.asname or a.name.split(".")[0]: ast.unparse(node) for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if origin.startswith(_PACKAGE):
+                inner |= {a.name: origin.removeprefix(_PACKAGE) for a in node.names}
+            else:
+                outer |= {a.name: f"from {origin} import" for a in node.names}
+        elif names:
+            comments = [x for x in lines[before : start - 1] if x.startswith("#")]
+            text = (*comments, *lines[start - 1 : end])
+            found.append(_Definition(text, names, _mentions(node)))
+        elif found:
+            # the prose below a constant
+            held = found.pop()
+            text = (*held.text, *lines[start - 1 : end])
+            found.append(_Definition(text, held.names, held.mentions))
+    return _Module(ast.get_docstring(tree, clean=False) or "", outer, inner, found)
 
 
-def _names(node: ast.stmt) -> set[str]:
+def _names(node: ast.stmt) -> tuple[str, ...]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return {node.name}
+        return (node.name,)
     if isinstance(node, ast.Assign):
-        return {t.id for t in node.targets if isinstance(t, ast.Name)}
-    return set()
+        return tuple(x.id for t in node.targets for x in ast.walk(t) if isinstance(x, ast.Name))
+    return ()
+
+
+def _mentions(node: ast.stmt) -> frozenset[str]:
+    return frozenset(x.id for x in ast.walk(node) if isinstance(x, ast.Name))
+
+
+def _section(name: str, found: Sequence[_Definition]) -> str:
+    module = _module(name)
+    lines = [f"# ---- {name.rpartition('.')[2]}: {module.doc.splitlines()[0]}"]
+    for d in module.definitions:
+        if d in found:
+            lines += ["", *d.text]
+    return "\n".join(lines)
+
+
+def _imports(kept: Mapping[str, Sequence[_Definition]]) -> str:
+    """What the definitions use of elsewhere, merged and sorted."""
+    wanted: dict[str, set[str]] = {}
+    for module, found in kept.items():
+        used = {name for d in found for name in d.mentions}
+        for name, origin in _module(module).outer.items():
+            if name in used:
+                wanted.setdefault(origin, set()).add(name)
+    plain = sorted(x for x in wanted if not x.endswith(" import"))
+    froms = sorted(x for x in wanted if x.endswith(" import"))
+    return "\n".join([*plain, *(f"{x} {', '.join(sorted(wanted[x]))}" for x in froms)])

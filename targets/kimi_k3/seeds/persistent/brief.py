@@ -1,4 +1,4 @@
-"""Short forms of activations, in the place of `common`'s within the candidate: a definition that comes later counts.
+"""Short forms of activations, in the place of `common`'s in the decode step (`source` says so).
 
 Right to 2^-21, far below a rounding to bf16; the long forms are issued by all warps and fetched anew in every layer.
 """

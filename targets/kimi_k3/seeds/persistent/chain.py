@@ -3,23 +3,14 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
+from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import add_bf16x2
-from targets.kimi_k3.seeds.persistent.device import (
-    LAYERS,
-    Ctx,
-    arrive,
-    box,
-    field,
-    gathered_from,
-    hint,
-    turn_of,
-    vector,
-    wide_box,
-    words_at,
-)
+from targets.kimi_k3.seeds.persistent.boxes import LAYERS, box, gathered_from, turn_of, wide_box
+from targets.kimi_k3.seeds.persistent.device import Ctx, field, vector, words_at
+from targets.kimi_k3.seeds.persistent.edges import arrive, hint, leave, wait
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F, vectors
-from targets.kimi_k3.seeds.persistent.plan import Op, refuse_others
+from targets.kimi_k3.seeds.persistent.plan import Op, ctas_of, refuse_others
 
 
 @cute.jit
@@ -66,6 +57,38 @@ def add_before(
 
 
 @cute.jit
+def await_y(c: Ctx, layer: Int32, edge: Int32, op: cutlass.Constexpr):
+    """The edge behind which y of the instance before is there; before the first is none."""
+    if layer > 0:
+        edge += 1
+        timeline.mark(c.track, "edge y", layer, kind="edge")
+        wait(c, edge, op, acquire=False)
+    return edge
+
+
+@cute.jit
+def take_sum(
+    c: Ctx, layer: Int32, edge: Int32, rX: cute.Tensor, own: cutlass.Constexpr, op: cutlass.Constexpr
+):  # fmt: skip
+    """rX = the x of an instance of one token, for which it waits; `own` as in `add_before`."""
+    load_x0(c, layer, rX, op)
+    edge = await_y(c, layer, edge, op)
+    timeline.mark(c.track, "sum", layer)
+    add_before(c, layer, rX, own, op)
+    return edge
+
+
+@cute.jit
+def close(c: Ctx, edge: Int32, counts: tuple, op: cutlass.Constexpr):
+    """The last edge, and what the next launch counts on from; counts as in `leave`."""
+    edge += 1
+    timeline.mark(c.track, "edge y", op.d.layers, kind="edge")
+    wait(c, edge, op)
+    timeline.end(c.track)
+    leave(c, edge, counts, op)
+
+
+@cute.jit
 def post_layer(c: Ctx, layer: Int32, op: cutlass.Constexpr):
     """A layer's results are in their boxes. After the last one's edge what all CTAs have read is written."""
     if layer + 1 < op.d.layers:
@@ -79,11 +102,10 @@ def shape(dims, cfg, rows=1):
     one takes them if the tunable `tiles_from` says so.
     """
     refuse_others(dims, rows)
-    fits = max(1, min(cfg.sms, dims.hidden // 32))
     tiled = rows > 1 and dims.rows >= cfg.tiles_from
     return Op(
         dims,
-        cfg.ctas or fits,
+        ctas_of(dims, cfg),
         cfg.tile_warps if tiled else cfg.consumer_warps,
         cfg.tile_bytes if tiled else cfg.stage_bytes,
         cfg.tile_stages if tiled else cfg.ring_stages,

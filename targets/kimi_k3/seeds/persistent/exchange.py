@@ -11,9 +11,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2, high, pack_bf16, round_bf16
-from targets.kimi_k3.seeds.persistent.device import Ctx, field, insist, peek, vector
+from targets.kimi_k3.seeds.persistent.boxes import insist, peek
+from targets.kimi_k3.seeds.persistent.device import Ctx, field, vector
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.stages import share
 
 STEPS = 6
 """Where `Ctx.base` counts steps, behind what the turns of the boxes are counted by."""

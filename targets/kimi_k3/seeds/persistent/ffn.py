@@ -12,28 +12,18 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from kernelgen import timeline
 
-from targets.kimi_k3.seeds.persistent.device import (
-    ROUTE,
-    Ctx,
-    bring,
-    bulk,
-    consumers,
-    drain_wide,
-    field,
-    gathered,
-    hint,
-    post,
-    stage_free,
-    turn_of,
-    wait,
-)
+from targets.kimi_k3.seeds.persistent.boxes import post, turn_of
+from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, field
+from targets.kimi_k3.seeds.persistent.edges import ROUTE, hint, wait
 from targets.kimi_k3.seeds.persistent.exchange import tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.moe import shared_down, up_projection
 from targets.kimi_k3.seeds.persistent.moe_experts import experts_down, experts_up
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_down, fill_up
 from targets.kimi_k3.seeds.persistent.moe_route import choose, load_bias
-from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.products import drain_wide, gathered
+from targets.kimi_k3.seeds.persistent.ring import bring, bulk, stage_free
+from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.units import (
     ask_latent,
     fill_experts,
@@ -43,9 +33,8 @@ from targets.kimi_k3.seeds.persistent.units import (
 )
 from targets.kimi_k3.seeds.persistent.vectors import load_norm, situ_pair
 
+
 # ---- producer
-
-
 @cute.jit
 def fill_two(c: Ctx, it: Int32, one: tuple, two: tuple, op: cutlass.Constexpr):
     """Stages of the rows of two matrices of `hidden` columns, those of the second behind those of the first; each =
@@ -106,8 +95,6 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
 
 
 # ---- consumers
-
-
 @cute.jit
 def post_front(c: Ctx, layer: Int32, pairs: Boolean, turn: Int32, op: cutlass.Constexpr):
     """This CTA's logits and latent, or its elements of the shared expert's hidden vector."""

@@ -73,6 +73,12 @@ def chain_tensors(t, n, dims):
     return found
 
 
+def table(layers):
+    """(names, tensors) of the fields of every layer, as a kernel takes them."""
+    found = list(layers)
+    return tuple(tuple(x) for x in found), tuple(tuple(x.values()) for x in found)
+
+
 def kind(dims, n):
     return (IS_MLA if dims.attn[n] == "M" else 0) | (IS_DENSE if dims.ffn[n] == "D" else 0)
 

@@ -10,38 +10,35 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from kernelgen import timeline
 
-from targets.kimi_k3.seeds.common import lanes_sum, pack_bf16, round_bf16, sigmoid, silu
-from targets.kimi_k3.seeds.persistent.device import (
+from targets.kimi_k3.seeds.common import lanes_sum, round_bf16, sigmoid, silu
+from targets.kimi_k3.seeds.persistent.boxes import (
     KDAS,
-    LAYERS,
-    Ctx,
-    ahead,
-    at,
     box,
-    consumers,
-    drain,
-    field,
-    fill,
-    gathered,
-    hint,
     insist,
     insist_half,
     peek,
     peek_half,
     post,
     turn_of,
+)
+from targets.kimi_k3.seeds.persistent.device import (
+    Ctx,
+    at,
+    consumers,
+    field,
     unpack,
-    vector,
     view,
-    wait,
     words_at,
 )
-from targets.kimi_k3.seeds.persistent.exchange import tell_rank
+from targets.kimi_k3.seeds.persistent.edges import hint, wait
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.kda_out import gated, out_projection
+from targets.kimi_k3.seeds.persistent.kda_seat import channel_of, seat
+from targets.kimi_k3.seeds.persistent.kda_sizes import HEAD
 from targets.kimi_k3.seeds.persistent.kda_taps import fresh
-from targets.kimi_k3.seeds.persistent.plan import most, share
-
-HEAD = 128
+from targets.kimi_k3.seeds.persistent.products import drain, gathered
+from targets.kimi_k3.seeds.persistent.ring import fill
+from targets.kimi_k3.seeds.persistent.stages import share
 
 
 class State(NamedTuple):
@@ -79,31 +76,20 @@ def fill_kda(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
 
 @cute.jit
 def place(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
-    per = op.slices
-    head = c.cta // per
-    part = c.cta % per
-    first = HEAD * part // per
-    count = HEAD * (part + 1) // per - first
-    if head >= op.d.kda_heads:
-        head, count = Int32(-1), Int32(0)
-    return Place(head, part, first, count, slots[0])
+    s = seat(c, op)
+    return Place(s.head, s.slice, s.first, s.count, slots[0])
 
 
 @cute.jit
-def channel(c: Ctx, p: Place, i: Int32, op: cutlass.Constexpr):
-    """i-th channel of this CTA: 128 of q, 128 of k, then its own of v."""
-    width = op.d.kda_dim
-    found = p.head * HEAD + i % HEAD
-    if i >= HEAD:
-        found += width
-    if i >= 2 * HEAD:
-        found = 2 * width + p.head * HEAD + p.first + i - 2 * HEAD
-    return found
+def tap_sum(rT: cute.Tensor, rC: cute.Tensor):
+    """What three taps add to a channel."""
+    u = rT[0].to(Float32) * rC[0] + rT[1].to(Float32) * rC[1]
+    return u + rT[2].to(Float32) * rC[2]
 
 
 @cute.jit
-def load_early(c: Ctx, layer: Int32, p: Place, op: cutlass.Constexpr):
-    """Ends with all taps used, in sU."""
+def load_early(c: Ctx, layer: Int32, p: Place, used: cutlass.Constexpr, op: cutlass.Constexpr):
+    """`used`: ends with all taps used, in sU, and A_log; else `taps` and `rate` are as they were loaded."""
     d = op.d
     sU = view(c, Float32, 0, 3 * HEAD)
     turns, looks = -(-op.state_rows // op.warps), -(-HEAD // (2 * op.warps))
@@ -130,16 +116,18 @@ def load_early(c: Ctx, layer: Int32, p: Place, op: cutlass.Constexpr):
             if row < HEAD:
                 words_at(f_b, row * 16 + c.lane % 16, rF[None, j])
         if c.tid < 2 * HEAD + p.count:
-            ch = channel(c, p, c.tid, op)
+            ch = channel_of(p, c.tid, op)
             taps = field(c, layer, F["state_conv"], COUNT) + Int64(safe) * (18 * d.kda_dim)
             gTap = at(BFloat16, taps, 9 * d.kda_dim)
             for k in cutlass.range_constexpr(3):
                 rT[k] = gTap[3 * d.kda_dim * k + ch]
             gConv = at(Float32, field(c, layer, F["conv"], COUNT), 12 * d.kda_dim)
             cute.autovec_copy(cute.local_tile(gConv, (4,), (ch,)), rC)
-            u = rT[0].to(Float32) * rC[0] + rT[1].to(Float32) * rC[1]
-            sU[c.tid] = u + rT[2].to(Float32) * rC[2]
-        rate = cute.math.exp(at(Float32, field(c, layer, F["A_log"], COUNT), d.kda_heads)[p.head])
+            if cutlass.const_expr(used):
+                sU[c.tid] = tap_sum(rT, rC)
+        rate = at(Float32, field(c, layer, F["A_log"], COUNT), d.kda_heads)[p.head]
+        if cutlass.const_expr(used):
+            rate = cute.math.exp(rate)
         if c.tid < HEAD:
             bias = at(Float32, field(c, layer, F["dt_bias"], COUNT), d.kda_dim)[
                 p.head * HEAD + c.tid
@@ -165,7 +153,7 @@ def update(
         sRaw = view(c, Float32, 3 * HEAD * 4, HEAD)
         live = p.slot > 0
         if c.tid < 2 * HEAD + p.count:
-            ch = channel(c, p, c.tid, op)
+            ch = channel_of(p, c.tid, op)
             x = insist_half(proj + Int64(ch) * 2, peek_half(proj + Int64(ch) * 2), op)
             sU[c.tid] = silu(sU[c.tid] + x * s.conv[3])
             if live and (p.slice == 0 or c.tid >= 2 * HEAD):
@@ -243,45 +231,6 @@ def rows_update(
 
 
 @cute.jit
-def gated(c: Ctx, layer: Int32, slot: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
-    """rX words [4, 1] = bf(RMS(o; o_norm) * sg(g)) of this thread's eight columns; a head is sixteen lanes."""
-    d, g = op.d, op.rows(op.d.kda_dim)
-    i = vector(c, 0, g)
-    rW = cute.make_rmem_tensor(cute.make_layout((4, 2)), Uint32)
-    rO = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-    rG = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    rGf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-    rN = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    rNf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-    rW.fill(0)
-    rG.fill(0)
-    o = box(c, "o", turn, op) + Int64(i) * 32
-    gate = box(c, "proj", turn, op) + Int64(6 * d.kda_dim) + Int64(i) * 16
-    if i < g.vecs:
-        peek(o, rW[None, 0])
-        peek(o + 16, rW[None, 1])
-        peek(gate, rG)
-    words_at(field(c, layer, F["o_norm"], COUNT), i % 16, rN)
-    if i < g.vecs:
-        insist(o, rW[None, 0], 4, op)
-        insist(o + 16, rW[None, 1], 4, op)
-        insist(gate, rG, 2, op)
-    unpack(rN, rNf)
-    unpack(rG, rGf)
-    for e in cutlass.range_constexpr(8):
-        rO[e] = rW[e % 4, e // 4].bitcast(Float32)
-    square = Float32(0.0)
-    for e in cutlass.range_constexpr(8):
-        square += rO[e] * rO[e]
-    scale = cute.math.rsqrt(lanes_sum(square, 16) / HEAD + d.eps)
-    for e in cutlass.range_constexpr(4):
-        a = rO[2 * e] * scale * rNf[2 * e] * sigmoid(rGf[2 * e])
-        b = rO[2 * e + 1] * scale * rNf[2 * e + 1] * sigmoid(rGf[2 * e + 1])
-        y = pack_bf16(a, b)
-        rX[e, 0] = y if slot > 0 else Uint32(0)
-
-
-@cute.jit
 def kda(
     c: Ctx,
     layer: Int32,
@@ -299,7 +248,7 @@ def kda(
     p = place(c, slots, op)
     first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
     timeline.mark(c.track, "in_proj", layer)
-    state = load_early(c, layer, p, op)
+    state = load_early(c, layer, p, True, op)
     it = drain(c, it, n, Int32(0), rX, op.wide, op)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
@@ -320,36 +269,3 @@ def kda(
     gated(c, layer, p.slot, turn, rO, op)
     it = out_projection(c, layer, it, rO, y, g, op)
     return it, edge
-
-
-@cute.jit
-def out_projection(
-    c: Ctx,
-    layer: Int32,
-    it: Int32,
-    rO: cute.Tensor,
-    y: Any,
-    g: cutlass.Constexpr,
-    op: cutlass.Constexpr,
-):
-    """The box attn (and y, where given) = bf(bf(x W_o^T) + the others' partials) of this CTA's rows."""
-    d = op.d
-    turn = turn_of(c, layer, LAYERS)
-    first, n = share(d.hidden, c.cta, op.ctas)
-    if cutlass.const_expr(d.ranks > 1 and d.gpus == 1):
-        remote = field(c, layer, F["remote_attn"], COUNT) + Int64(first) * 4
-        rRemote = ahead(c, remote, n, most(d.hidden, op.ctas), op)
-    it = drain(c, it, n, Int32(0), rO, g, op)
-    consumers(op)
-    for k in cutlass.range_constexpr(-(-most(d.hidden, op.ctas) // op.threads)):
-        i = c.tid + k * op.threads
-        if i < n:
-            total = gathered(c, i, g.width)
-            if cutlass.const_expr(d.ranks > 1 and d.gpus == 1):
-                total = round_bf16(total) + rRemote[k]
-            if cutlass.const_expr(d.gpus > 1):
-                tell_rank(c, "attn", layer, first + i, total)
-            post(c, "attn", turn, first + i, total, op)
-            if cutlass.const_expr(y is not None):
-                y[first + i] = total.to(BFloat16)
-    return it

@@ -12,8 +12,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
 from targets.kimi_k3.seeds.common import smem
-from targets.kimi_k3.seeds.persistent.device import Ctx, at, bulk, field, stage_free, view
+from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, view
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.kda_seat import Seat, seat
 from targets.kimi_k3.seeds.persistent.kda_sizes import (
     HEAD,
     ROW,
@@ -22,16 +23,8 @@ from targets.kimi_k3.seeds.persistent.kda_sizes import (
     state_stages,
     window,
 )
+from targets.kimi_k3.seeds.persistent.ring import bulk, stage_free
 from targets.kimi_k3.seeds.persistent.tensor import TOKENS
-
-
-class Seat(NamedTuple):
-    """head (-1: this CTA has none), which slice of its state rows, the first of them and how many."""
-
-    head: Any
-    slice: Any
-    first: Any
-    count: Any
 
 
 class Taps(NamedTuple):
@@ -43,21 +36,6 @@ class Taps(NamedTuple):
     weights: Any
     full: Any
     empty: Any
-
-
-# ---- who has what
-
-
-@cute.jit
-def seat(c: Ctx, op: cutlass.Constexpr):
-    per = op.slices
-    head = c.cta // per
-    part = c.cta % per
-    first = HEAD * part // per
-    count = HEAD * (part + 1) // per - first
-    if head >= op.d.kda_heads:
-        head, count = Int32(-1), Int32(0)
-    return Seat(head, part, first, count)
 
 
 @cute.jit
@@ -96,8 +74,6 @@ def state_row(c: Ctx, layer: Int32, slot: Int32, s: Seat, row: Int32, op: cutlas
 
 
 # ---- what is brought
-
-
 @cute.jit
 def open_rows(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
     """Shared memory and slots of all warps; ends with a barrier of the CTA."""

@@ -18,24 +18,21 @@ from cutlass import BFloat16, Int32, Uint32
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.persistent.chain import (
-    add_before,
-    load_x0,
+    await_y,
+    close,
     post_layer,
     prefetch_vectors,
     shape,
+    take_sum,
 )
-from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, leave, wait
-from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors
+from targets.kimi_k3.seeds.persistent.device import Ctx, at, field
+from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors, table
 from targets.kimi_k3.seeds.persistent.kda import fill_kda, kda
 from targets.kimi_k3.seeds.persistent.kda_bring import bring_taps, open_rows
-from targets.kimi_k3.seeds.persistent.kda_rows import (
-    fill_kda_rows,
-    kda_rows,
-    load_rows,
-    projected,
-)
+from targets.kimi_k3.seeds.persistent.kda_places import projected
+from targets.kimi_k3.seeds.persistent.kda_rows import fill_kda_rows, kda_rows, load_rows
 from targets.kimi_k3.seeds.persistent.kda_taps import move_taps
-from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
+from targets.kimi_k3.seeds.persistent.setup import empty_boxes, lasting, open_cta
 from targets.kimi_k3.seeds.persistent.tensor import pack_rows
 
 TUNABLES = {
@@ -75,21 +72,11 @@ def consume(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
     rX.fill(0)
     it, edge = Int32(0), Int32(0)
     for layer in cutlass.range(d.layers, unroll=1):
-        load_x0(c, layer, rX, op)
-        if layer > 0:
-            edge += 1
-            timeline.mark(c.track, "edge y", layer, kind="edge")
-            wait(c, edge, op, acquire=False)
-        timeline.mark(c.track, "sum", layer)
-        add_before(c, layer, rX, d.hidden, op)
+        edge = take_sum(c, layer, edge, rX, d.hidden, op)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.hidden)
         it, edge = kda(c, layer, layer, (it, edge), rX, slots, y, op)
         post_layer(c, layer, op)
-    edge += 1
-    timeline.mark(c.track, "edge y", d.layers, kind="edge")
-    wait(c, edge, op)
-    timeline.end(c.track)
-    leave(c, edge, (Int32(0), Int32(d.layers), Int32(d.layers)), op)
+    close(c, edge, (Int32(0), Int32(d.layers), Int32(d.layers)), op)
     move_taps(c, slots, op)
 
 
@@ -99,20 +86,13 @@ def consume_rows(c: Ctx, slots: cute.Tensor, taps: tuple, op: cutlass.Constexpr)
     d = op.d
     it, edge = Int32(0), Int32(0)
     for layer in cutlass.range(d.layers, unroll=1):
-        if layer > 0:
-            edge += 1
-            timeline.mark(c.track, "edge y", layer, kind="edge")
-            wait(c, edge, op, acquire=False)
+        edge = await_y(c, layer, edge, op)
         timeline.mark(c.track, "input", layer)
         rX = load_rows(c, layer, op)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.rows * d.hidden)
         it, edge = kda_rows(c, layer, (it, edge), rX, taps, y, op)
         post_layer(c, layer, op)
-    edge += 1
-    timeline.mark(c.track, "edge y", d.layers, kind="edge")
-    wait(c, edge, op)
-    timeline.end(c.track)
-    leave(c, edge, (Int32(0), Int32(d.layers), Int32(d.layers)), op)
+    close(c, edge, (Int32(0), Int32(d.layers), Int32(d.layers)), op)
     move_taps(c, slots, op)
 
 
@@ -153,11 +133,7 @@ def workspace(dims, cfg):
         ),
         "packed_out": ("bf16", (dims.layers, dims.hidden, dims.kda_dim), "undefined", "persistent"),
     }
-    return {
-        "mail": ("i32", (op.mail_words,), "undefined", "persistent"),
-        "sync": ("i32", (128,), "zero", "persistent"),
-        **(packed if op.tiled else {}),
-    }
+    return {**lasting(op), **(packed if op.tiled else {})}
 
 
 @cute.jit
@@ -182,8 +158,7 @@ def step(t, cfg, stream):
         for n in cutlass.range_constexpr(cfg.dims.layers):
             found[n]["in_proj"] = t.workspace.packed_in[n, None, None]
             found[n]["o_proj"] = t.workspace.packed_out[n, None, None]
-    names = tuple(tuple(x) for x in found)
-    tensors = tuple(tuple(x.values()) for x in found)
+    names, tensors = table(found)
     w = t.workspace
     chain_kernel(
         tensors, t.inputs.slots, w.mail, w.sync, timeline.buffer(t, cfg), names, op

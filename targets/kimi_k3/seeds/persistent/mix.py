@@ -12,16 +12,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import high, low, pack_bf16
-from targets.kimi_k3.seeds.persistent.device import (
-    Ctx,
-    consumers,
-    put,
-    put_two,
-    take,
-    take_two,
-    vector,
-    words_at,
-)
+from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, vector, words_at
+from targets.kimi_k3.seeds.persistent.sums import put, put_two, take, take_two
 
 
 class Early(NamedTuple):

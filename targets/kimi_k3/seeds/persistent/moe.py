@@ -8,25 +8,15 @@ from cutlass import BFloat16, Int32, Int64, Uint32
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import round_bf16
-from targets.kimi_k3.seeds.persistent.device import (
-    ROUTE,
-    Ctx,
-    ahead,
-    at,
-    consumers,
-    drain,
-    field,
-    gathered,
-    hint,
-    post,
-    turn_of,
-    wait,
-)
+from targets.kimi_k3.seeds.persistent.boxes import post, turn_of
+from targets.kimi_k3.seeds.persistent.device import Ctx, ahead, at, consumers, field
+from targets.kimi_k3.seeds.persistent.edges import ROUTE, hint, wait
 from targets.kimi_k3.seeds.persistent.exchange import join_ranks, sum_shared, tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.moe_experts import experts_down, experts_up
 from targets.kimi_k3.seeds.persistent.moe_route import choose, load_bias
-from targets.kimi_k3.seeds.persistent.plan import most, share
+from targets.kimi_k3.seeds.persistent.products import drain, gathered
+from targets.kimi_k3.seeds.persistent.stages import most, share
 from targets.kimi_k3.seeds.persistent.vectors import load_box, load_norm, normalise, situ_pair
 
 

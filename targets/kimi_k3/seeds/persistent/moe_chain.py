@@ -18,25 +18,18 @@ from cutlass import BFloat16, Int32, Int64, Uint32
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.persistent.chain import (
-    add_before,
-    load_x0,
+    close,
     post_layer,
     prefetch_vectors,
     shape,
+    take_sum,
 )
-from targets.kimi_k3.seeds.persistent.device import (
-    Ctx,
-    at,
-    field,
-    leave,
-    wait,
-    words_at,
-)
-from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors
+from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, words_at
+from targets.kimi_k3.seeds.persistent.fields import COUNT, F, chain_tensors, table
 from targets.kimi_k3.seeds.persistent.moe import moe
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_moe
-from targets.kimi_k3.seeds.persistent.plan import share
-from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
+from targets.kimi_k3.seeds.persistent.setup import empty_boxes, lasting, open_cta
+from targets.kimi_k3.seeds.persistent.stages import share
 
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
@@ -79,24 +72,14 @@ def consume(c: Ctx, mIds: cute.Tensor, op: cutlass.Constexpr):
     rX.fill(0)
     it, edge = Int32(0), Int32(0)
     for layer in cutlass.range(d.layers, unroll=1):
-        load_x0(c, layer, rX, op)
-        if layer > 0:
-            edge += 1
-            timeline.mark(c.track, "edge y", layer, kind="edge")
-            wait(c, edge, op, acquire=False)
-        timeline.mark(c.track, "sum", layer)
-        add_before(c, layer, rX, d.hidden_local, op)
+        edge = take_sum(c, layer, edge, rX, d.hidden_local, op)
         ids = at(Int32, mIds.iterator.toint() + Int64(layer * d.topk * 4), d.topk)
         y = at(BFloat16, field(c, layer, F["y"], COUNT), d.hidden)
         it, edge = moe(c, layer, layer, (it, edge), rX, (ids, y), op)
         post_layer(c, layer, op)
         if cutlass.const_expr(d.ranks > 1):
             copy_tail(c, layer, op)
-    edge += 1
-    timeline.mark(c.track, "edge y", d.layers, kind="edge")
-    wait(c, edge, op)
-    timeline.end(c.track)
-    leave(c, edge, (Int32(d.layers), Int32(0), Int32(0)), op)
+    close(c, edge, (Int32(d.layers), Int32(0), Int32(0)), op)
 
 
 @cute.kernel
@@ -119,10 +102,7 @@ def chain_kernel(
 
 
 def workspace(dims, cfg):
-    return {
-        "mail": ("i32", (shape(dims, cfg).mail_words,), "undefined", "persistent"),
-        "sync": ("i32", (128,), "zero", "persistent"),
-    }
+    return lasting(shape(dims, cfg))
 
 
 @cute.jit
@@ -134,9 +114,7 @@ def prepare(t, cfg, stream):
 def step(t, cfg, stream):
     """y_i = the FFN's delta on x_i = bf(inputs.x[i] + y_{i-1}); outputs.ids[i] is its routing."""
     op = shape(cfg.dims, cfg)
-    found = [chain_tensors(t, n, cfg.dims) for n in range(cfg.dims.layers)]
-    names = tuple(tuple(x) for x in found)
-    tensors = tuple(tuple(x.values()) for x in found)
+    names, tensors = table(chain_tensors(t, n, cfg.dims) for n in range(cfg.dims.layers))
     w = t.workspace
     chain_kernel(
         tensors, t.outputs.ids, w.mail, w.sync, timeline.buffer(t, cfg), names, op

@@ -7,19 +7,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
 from targets.kimi_k3.seeds.common import round_bf16
-from targets.kimi_k3.seeds.persistent.device import (
-    Ctx,
-    arrive,
-    at,
-    consumers,
-    drain,
-    field,
-    gathered,
-    wait,
-)
+from targets.kimi_k3.seeds.persistent.device import Ctx, at, consumers, field
+from targets.kimi_k3.seeds.persistent.edges import arrive, wait
 from targets.kimi_k3.seeds.persistent.exchange import tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.products import drain, gathered
+from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.vectors import load_x, situ_pair
 
 

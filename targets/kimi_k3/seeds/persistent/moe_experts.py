@@ -6,26 +6,13 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32
 
 from targets.kimi_k3.seeds.common import round_bf16, situ
 from targets.kimi_k3.seeds.latent_moe_codes import expand, pair_up, scale_word
-from targets.kimi_k3.seeds.persistent.device import (
-    Ctx,
-    ahead,
-    box,
-    consumers,
-    diagonal,
-    diagonal_sum,
-    field,
-    insist,
-    mma_rows,
-    peek,
-    post,
-    stage_done,
-    stage_full,
-    view,
-    words_at,
-)
+from targets.kimi_k3.seeds.persistent.boxes import box, insist, peek, post
+from targets.kimi_k3.seeds.persistent.device import Ctx, ahead, consumers, field, view, words_at
 from targets.kimi_k3.seeds.persistent.exchange import look_either, take_either, tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
+from targets.kimi_k3.seeds.persistent.products import diagonal, diagonal_sum, mma_rows
+from targets.kimi_k3.seeds.persistent.ring import stage_done, stage_full
+from targets.kimi_k3.seeds.persistent.stages import STRIDE, share
 
 CODE_SCALE = 2.0**62
 """Expanded codes are 2^-62 of their value."""

@@ -5,9 +5,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from kernelgen import timeline
 
-from targets.kimi_k3.seeds.persistent.device import Ctx, bulk, field, fill, fill_pairs, stage_free
+from targets.kimi_k3.seeds.persistent.device import Ctx, field
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.ring import bulk, fill, fill_pairs, stage_free
+from targets.kimi_k3.seeds.persistent.stages import share
 
 
 @cute.jit

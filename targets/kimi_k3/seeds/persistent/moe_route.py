@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import lanes_sum, round_bf16, sigmoid
-from targets.kimi_k3.seeds.persistent.device import Ctx, at, box, consumers, field, view
+from targets.kimi_k3.seeds.persistent.boxes import box
+from targets.kimi_k3.seeds.persistent.device import Ctx, at, consumers, field, view
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.router import order_key
 

@@ -1,165 +1,11 @@
-"""Sizes and shares of the persistent decode kernel: which rows a CTA has, and how they are cut into ring stages.
+"""Sizes of the persistent kernels for whole rows or packed tiles: boxes, shared memory, shares of the work.
 
 Plain Python, computed while compiling; the validator of the schedule reads the same objects. No CuTe DSL.
 """
 
-import math
 from dataclasses import dataclass
 
-STRIDE = 17
-"""Floats between rows of partial sums and between slots of reductions: one per warp, odd against bank conflicts."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A bf16 matrix with rows of `k` columns as it passes the ring: `warps` consumers, `stage` bytes a stage.
-
-    A row is shared by `width` warps; a thread has `per` vectors of eight columns; `passes` rows are made at a time.
-    `pair`: a stage holds as many rows of one half of the matrix as of the other (gate and up).
-    """
-
-    k: int
-    warps: int
-    stage: int
-    pair: bool = False
-
-    @property
-    def vecs(self):
-        return self.k // 8
-
-    @property
-    def width(self):
-        return min(self.warps, -(-self.vecs // 32))
-
-    @property
-    def per(self):
-        return -(-self.vecs // (32 * self.width))
-
-    @property
-    def exact(self):
-        return self.vecs == 32 * self.width * self.per
-
-    @property
-    def passes(self):
-        return self.warps // self.width
-
-    @property
-    def row_bytes(self):
-        return 2 * self.k
-
-    @property
-    def chunk(self):
-        """Rows (pairs of rows) a stage."""
-        most = self.stage // (self.row_bytes * (2 if self.pair else 1))
-        if most < 1:
-            raise ValueError(f"stages of {self.stage} bytes do not hold a row of {self.row_bytes}")
-        even = 1 if self.pair else 2
-        return most - most % (even * self.passes) if most > even * self.passes else most
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """A bf16 matrix with rows of `k` columns as it passes the ring for up to eight tokens: a stage is a tile of sixteen
-    rows times a slice of their columns, packed when weights are loaded so that it is one piece of memory.
-
-    A block is 32 columns of a tile's rows, 64 bytes a row: what a warp reads at once. `width` warps share a slice,
-    `per` blocks each. The last tile of a CTA has fewer rows and is as much shorter.
-    """
-
-    k: int
-    warps: int
-    stage: int
-
-    ROWS = 16
-    TOKENS = 8
-
-    @property
-    def blocks(self):
-        if self.k % 32:
-            raise ValueError(f"{self.k} columns are no whole blocks of 32")
-        return self.k // 32
-
-    @property
-    def slices(self):
-        """As many warps as can share a slice, then as few slices as fit."""
-        found = [
-            (-self._width(n), n)
-            for n in range(1, self.blocks + 1)
-            if self.blocks % n == 0 and self.ROWS * 64 * (self.blocks // n) <= self.stage
-        ]
-        if not found:
-            raise ValueError(f"stages of {self.stage} bytes hold no tile of {self.ROWS} rows")
-        return min(found)[1]
-
-    def _width(self, slices):
-        piece = self.blocks // slices
-        return max(w for w in range(1, self.warps + 1) if piece % w == 0)
-
-    @property
-    def piece(self):
-        """Blocks of a slice."""
-        return self.blocks // self.slices
-
-    @property
-    def width(self):
-        return self._width(self.slices)
-
-    @property
-    def per(self):
-        return self.piece // self.width
-
-    @property
-    def vectors(self):
-        """Vectors of eight columns that a thread has of its token."""
-        return self.per * self.slices
-
-    @property
-    def piece_bytes(self):
-        """Of a row in a stage."""
-        return 64 * self.piece
-
-    @property
-    def row_bytes(self):
-        return 2 * self.k
-
-
-@dataclass(frozen=True)
-class CodeRows:
-    """MXFP4 rows of `k` columns: codes and scales are separate matrices, copied in whole 16 bytes: `unit` rows."""
-
-    k: int
-    stage: int
-    parts: int
-
-    @property
-    def code_bytes(self):
-        return self.k // 2
-
-    @property
-    def scale_bytes(self):
-        return self.k // 32
-
-    @property
-    def unit(self):
-        return 16 // math.gcd(16, self.scale_bytes)
-
-    @property
-    def chunk(self):
-        """Rows of each of the `parts` matrices a stage."""
-        most = self.stage // (self.parts * (self.code_bytes + self.scale_bytes))
-        return most - most % self.unit
-
-
-def share(n, cta, ctas, unit=1):
-    """(first, count) of the rows of CTA `cta`, whole units."""
-    units = n // unit
-    first = units * cta // ctas * unit
-    return first, units * (cta + 1) // ctas * unit - first
-
-
-def most(n, ctas, unit=1):
-    """The largest share."""
-    return -(-n // unit // ctas) * unit
+from targets.kimi_k3.seeds.persistent.stages import STRIDE, CodeRows, Rows, TileRows, most
 
 
 @dataclass(frozen=True)
@@ -203,7 +49,7 @@ class Op:
         return Rows(k, self.warps, self.stage, pair)
 
     def tiles(self, k):
-        return Tiles(k, self.warps, self.stage)
+        return TileRows(k, self.warps, self.stage)
 
     @property
     def threads(self):
@@ -307,13 +153,13 @@ class Op:
         ]  # fmt: skip
         scores = -(-16 * (d.page + 4) // STRIDE) if "M" in d.attn else 0
         if self.tiled:
-            return -(-(self.sums_at + Tiles.TOKENS * max(found)) // STRIDE)
+            return -(-(self.sums_at + TileRows.TOKENS * max(found)) // STRIDE)
         return max(*found, scores)
 
     @property
     def sums_at(self):
         """Floats before the sums of tiles: two tiles' partial sums of all warps."""
-        return 2 * self.warps * Tiles.ROWS * Tiles.TOKENS
+        return 2 * self.warps * TileRows.ROWS * TileRows.TOKENS
 
     @property
     def pool(self):
@@ -328,7 +174,7 @@ class Op:
         columns = most(d.kv_lora // 4, self.slices)
         join = 4 * self.ctas + 16 + 16 * (self.threads // columns) * columns
         if self.tiled:
-            kda = 4 * Tiles.TOKENS * (1 + 3 * d.head_dim + self.state_rows)
+            kda = 4 * TileRows.TOKENS * (1 + 3 * d.head_dim + self.state_rows)
         found = [kda, choice, down, 2 * d.latent] + (
             [absorb, attend, join] if "M" in d.attn else []
         )
@@ -396,6 +242,11 @@ class Op:
     @property
     def value_each(self):
         return self.d.kv_lora // self.value_warps // 8
+
+
+def ctas_of(dims, cfg):
+    """The tunable, or one CTA an SM, as long as each has 32 rows of a matrix of `hidden` rows."""
+    return cfg.ctas or max(1, min(cfg.sms, dims.hidden // 32))
 
 
 def refuse_others(dims, rows=1):

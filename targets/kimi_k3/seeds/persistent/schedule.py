@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from targets.kimi_k3.seeds.persistent.plan import CodeRows, Op, Rows, share
+from targets.kimi_k3.seeds.persistent.plan import Op
+from targets.kimi_k3.seeds.persistent.stages import CodeRows, Rows, share
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE, TileOp
 from targets.kimi_k3.seeds.persistent.unit_plan import DecodeOp
 
@@ -208,8 +209,6 @@ def _experts_down(op: Op, cta: int, n: int) -> Iterator[tuple[Event, int]]:
 
 
 # ---- the simulation
-
-
 @dataclass
 class _Cta:
     lists: Lists

@@ -10,7 +10,7 @@ from kernelgen import timeline
 from targets.kimi_k3.seeds.common import smem
 from targets.kimi_k3.seeds.persistent.device import Ctx
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.plan import STRIDE
+from targets.kimi_k3.seeds.persistent.stages import STRIDE
 
 
 def further_bars(op):
@@ -69,6 +69,14 @@ def open_cta(
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     return c
+
+
+def lasting(op):
+    """Workspace that goes on from launch to launch: boxes and counters."""
+    return {
+        "mail": ("i32", (op.mail_words,), "undefined", "persistent"),
+        "sync": ("i32", (128,), "zero", "persistent"),
+    }
 
 
 @cute.kernel

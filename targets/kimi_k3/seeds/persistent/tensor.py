@@ -1,6 +1,6 @@
 """Products of streamed bf16 rows with up to eight tokens on tensor cores: m16n8k16, weights as A, tokens as B.
 
-A tile of sixteen rows passes the ring in slices of columns (`plan.Tiles`); a warp has the same blocks of 32 columns
+A tile of sixteen rows passes the ring in slices of columns (`TileRows`); a warp has the same blocks of 32 columns
 of every tile, so its part of the tokens stays in registers, and its accumulators live through the slices of a tile.
 The columns of a block are dealt to lanes as whole vectors of eight for both operands: which k of the MMA a column
 is does not matter as long as they agree. Two loads of 16 bytes and two MMAs make 16 x 32 weights, for one token or
@@ -15,16 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from targets.kimi_k3.seeds.persistent.device import (
-    Ctx,
-    bulk,
-    consumers,
-    mma_rows,
-    stage_done,
-    stage_free,
-    stage_full,
-    words_at,
-)
+from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, words_at
+from targets.kimi_k3.seeds.persistent.products import mma_rows
+from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
 
 TILE = 16
 TOKENS = 8
@@ -47,8 +40,6 @@ def anew(c: Ctx):
 
 
 # ---- when weights are loaded
-
-
 @cute.kernel
 def pack_kernel(gFrom: cute.Tensor, gTo: cute.Tensor):
     """Grid (ctas): each packs the rows that it will use, their vectors of eight columns where its tiles want them."""
@@ -85,8 +76,6 @@ def pack_rows(
 
 
 # ---- producer
-
-
 @cute.jit
 def fill_tiles(
     c: Ctx, it: Int32, source: Int64, rows: Int32, g: cutlass.Constexpr, op: cutlass.Constexpr
@@ -105,8 +94,6 @@ def fill_tiles(
 
 
 # ---- consumers
-
-
 @cute.jit
 def column(c: Ctx, g: cutlass.Constexpr):
     """Which vector of eight columns this thread has as its first; its token is `lane // 4`. Warps from `width` on have

@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from targets.kimi_k3.seeds.common import sigmoid
-from targets.kimi_k3.seeds.persistent.device import ROUTE, at, counter, field
+from targets.kimi_k3.seeds.persistent.device import at, field
+from targets.kimi_k3.seeds.persistent.edges import ROUTE, counter
 from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, within
 from targets.kimi_k3.seeds.persistent.tile_rank import rank_alone
 from targets.kimi_k3.seeds.persistent.tile_route import load_logit, logit_of, sure_logit

@@ -5,23 +5,19 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2, high, lanes_sum, low, pack_bf16, round_bf16
-from targets.kimi_k3.seeds.persistent.device import at, consumers, field, peek, words_at
-from targets.kimi_k3.seeds.persistent.plan import share
-from targets.kimi_k3.seeds.persistent.tile_device import (
-    COUNT_T,
-    T,
-    Tiles,
-    columns_of,
-    drain_tiles,
+from targets.kimi_k3.seeds.persistent.boxes import peek
+from targets.kimi_k3.seeds.persistent.device import at, consumers, field, words_at
+from targets.kimi_k3.seeds.persistent.stages import share
+from targets.kimi_k3.seeds.persistent.tile_boxes import (
     from_vec,
     place,
     send,
     store16,
-    sum_of,
     sure,
     take_box,
-    within,
 )
+from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, within
+from targets.kimi_k3.seeds.persistent.tile_rows import columns_of, drain_tiles, sum_of
 
 
 @cute.jit

@@ -18,18 +18,13 @@ from cutlass import Float32, Int32, Int64
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import smem
-from targets.kimi_k3.seeds.persistent.device import at, field, wait
-from targets.kimi_k3.seeds.persistent.fields import chain_tensors
-from targets.kimi_k3.seeds.persistent.setup import empty_boxes
-from targets.kimi_k3.seeds.persistent.tile_device import (
-    COUNT_T,
-    T,
-    Tiles,
-    leave_tiles,
-    meet,
-    open_tiles,
-    tell,
-)
+from targets.kimi_k3.seeds.persistent.device import at, field
+from targets.kimi_k3.seeds.persistent.edges import wait
+from targets.kimi_k3.seeds.persistent.fields import chain_tensors, table
+from targets.kimi_k3.seeds.persistent.plan import ctas_of
+from targets.kimi_k3.seeds.persistent.setup import empty_boxes, lasting
+from targets.kimi_k3.seeds.persistent.tile_boxes import leave_tiles, meet, tell
+from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, open_tiles
 from targets.kimi_k3.seeds.persistent.tile_moe import fill_layer, route_layers, tile_moe
 from targets.kimi_k3.seeds.persistent.tile_plan import TileOp, refuse_others_tiles
 
@@ -132,18 +127,14 @@ def tile_kernel(
 
 def tile_shape(dims, cfg):
     refuse_others_tiles(dims)
-    fits = max(1, min(cfg.sms, dims.hidden // 32))
     return TileOp(
-        dims, cfg.ctas or fits, cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early, cfg.in_flight,
+        dims, ctas_of(dims, cfg), cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early, cfg.in_flight,
         cfg.ahead, cfg.even,
     )  # fmt: skip
 
 
 def workspace(dims, cfg):
-    return {
-        "mail": ("i32", (tile_shape(dims, cfg).mail_words,), "undefined", "persistent"),
-        "sync": ("i32", (128,), "zero", "persistent"),
-    }
+    return lasting(tile_shape(dims, cfg))
 
 
 @cute.jit
@@ -155,9 +146,7 @@ def prepare(t, cfg, stream):
 def step(t, cfg, stream):
     """y_i = the FFN's delta on x_i = bf(inputs.x[i] + y_{i-1}); outputs.ids[i] is its routing."""
     op = tile_shape(cfg.dims, cfg)
-    found = [chain_tensors(t, n, cfg.dims) for n in range(cfg.dims.layers)]
-    names = tuple(tuple(x) for x in found)
-    tensors = tuple(tuple(x.values()) for x in found)
+    names, tensors = table(chain_tensors(t, n, cfg.dims) for n in range(cfg.dims.layers))
     w = t.workspace
     tile_kernel(
         tensors, t.outputs.ids, w.mail, w.sync, timeline.buffer(t, cfg), names, op

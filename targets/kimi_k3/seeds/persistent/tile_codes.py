@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, Uint32
 
 from targets.kimi_k3.seeds.latent_moe_codes import scale_word
-from targets.kimi_k3.seeds.persistent.device import mma_rows
+from targets.kimi_k3.seeds.persistent.products import mma_rows
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE
 
 CODE_SCALE_T = 2.0**62

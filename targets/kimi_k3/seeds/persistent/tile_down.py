@@ -7,17 +7,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import round_bf16
-from targets.kimi_k3.seeds.persistent.device import (
-    at,
-    bulk,
-    consumers,
-    field,
-    mma_rows,
-    stage_done,
-    stage_free,
-    stage_full,
-)
-from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.device import at, consumers, field
+from targets.kimi_k3.seeds.persistent.products import mma_rows
+from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
+from targets.kimi_k3.seeds.persistent.stages import share
+from targets.kimi_k3.seeds.persistent.tile_boxes import place, send, to_vec
 from targets.kimi_k3.seeds.persistent.tile_codes import (
     CODE_SCALE_T,
     group_of,
@@ -25,17 +19,9 @@ from targets.kimi_k3.seeds.persistent.tile_codes import (
     spread,
     wanted,
 )
-from targets.kimi_k3.seeds.persistent.tile_device import (
-    COUNT_T,
-    T,
-    Tiles,
-    place,
-    send,
-    sum_of,
-    to_vec,
-    within,
-)
+from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, within
 from targets.kimi_k3.seeds.persistent.tile_even import even_experts
+from targets.kimi_k3.seeds.persistent.tile_rows import sum_of
 
 
 @cute.jit

@@ -6,20 +6,10 @@ from cutlass import BFloat16, Float32, Int32
 
 from targets.kimi_k3.seeds.common import round_bf16, situ
 from targets.kimi_k3.seeds.persistent.device import at, consumers, field
-from targets.kimi_k3.seeds.persistent.plan import share
-from targets.kimi_k3.seeds.persistent.tile_device import (
-    COUNT_T,
-    T,
-    Tiles,
-    drain_tiles,
-    from_vec,
-    place,
-    send,
-    sum_of,
-    take_box,
-    to_vec,
-    within,
-)
+from targets.kimi_k3.seeds.persistent.stages import share
+from targets.kimi_k3.seeds.persistent.tile_boxes import from_vec, place, send, take_box, to_vec
+from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, within
+from targets.kimi_k3.seeds.persistent.tile_rows import drain_tiles, sum_of
 
 
 @cute.jit

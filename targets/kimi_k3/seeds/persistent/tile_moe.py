@@ -5,8 +5,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from kernelgen import timeline
 
-from targets.kimi_k3.seeds.persistent.device import ROUTE, at, field
-from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.device import at, field
+from targets.kimi_k3.seeds.persistent.edges import ROUTE
+from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.tile_alone import route_alone
 from targets.kimi_k3.seeds.persistent.tile_back import (
     norm_words,
@@ -14,19 +15,8 @@ from targets.kimi_k3.seeds.persistent.tile_back import (
     tail_columns,
     tile_up,
 )
-from targets.kimi_k3.seeds.persistent.tile_device import (
-    COUNT_T,
-    T,
-    Tiles,
-    clear,
-    fill_blocks,
-    fill_tiles,
-    from_vec,
-    meet,
-    place,
-    take_box,
-    tell,
-)
+from targets.kimi_k3.seeds.persistent.tile_boxes import clear, from_vec, meet, place, take_box, tell
+from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles
 from targets.kimi_k3.seeds.persistent.tile_down import (
     fill_pieces,
     others_sums,
@@ -41,6 +31,7 @@ from targets.kimi_k3.seeds.persistent.tile_front import (
     tile_shared,
 )
 from targets.kimi_k3.seeds.persistent.tile_route import bias_of, choose_experts
+from targets.kimi_k3.seeds.persistent.tile_rows import fill_blocks, fill_tiles
 from targets.kimi_k3.seeds.persistent.tile_up import (
     end_latent,
     fill_units,

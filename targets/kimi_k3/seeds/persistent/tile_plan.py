@@ -5,11 +5,10 @@ Plain Python, computed while compiling. No CuTe DSL.
 
 from dataclasses import dataclass
 
-from targets.kimi_k3.seeds.persistent.plan import STRIDE, CodeRows, most
+from targets.kimi_k3.seeds.persistent.stages import SHARED_MEMORY, STRIDE, CodeRows, most
 
 SHIFT = 64
 """Bytes between the even and the odd rows of a tile, so that neighbouring rows lie in different banks."""
-SHARED_MEMORY = 232448 - 1024
 STAGE = 28672
 """Bytes of weights of a full stage of bf16 rows."""
 CODE_TILE = 8
@@ -76,7 +75,7 @@ class TileOp:
     early: int = 0
     """CTAs that may be missing when boxes are looked into that say themselves what is there."""
     in_flight: int = 0
-    """Stages that may be on their way at once, 0: the whole ring (`device.stage_free` says why)."""
+    """Stages that may be on their way at once, 0: the whole ring (`ring.stage_free` says why)."""
     ahead: int = 0
     """Chunks of w2 of a warp's first expert that are made operands before h is there, for a single token."""
     even: int = 0
@@ -276,7 +275,7 @@ class TileOp:
         )
         small += most(d.hidden_local, self.ctas) * self.tokens * 4 + 512 + 4 * self.vector_words
         small += 8 * d.experts + 128 if self.alone else 0
-        fit = (SHARED_MEMORY - small) // self.stage
+        fit = (SHARED_MEMORY - 1024 - small) // self.stage
         return max(2, min(self.wanted or 7, fit))
 
     @property

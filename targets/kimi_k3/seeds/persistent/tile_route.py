@@ -6,7 +6,8 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32
 
 from targets.kimi_k3.seeds.common import lanes_sum, round_bf16, sigmoid
 from targets.kimi_k3.seeds.persistent.device import at, consumers, field
-from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, place, within
+from targets.kimi_k3.seeds.persistent.tile_boxes import place
+from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, within
 from targets.kimi_k3.seeds.router import order_key
 
 

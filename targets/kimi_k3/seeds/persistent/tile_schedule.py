@@ -5,8 +5,8 @@ Written down a second time beside the kernel's loops, as in `schedule`, with the
 
 from __future__ import annotations
 
-from targets.kimi_k3.seeds.persistent.plan import share
 from targets.kimi_k3.seeds.persistent.schedule import Lists, simulate
+from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE, Tile, TileOp
 
 

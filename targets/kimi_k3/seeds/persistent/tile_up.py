@@ -6,30 +6,16 @@ from cutlass import Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import situ
 from targets.kimi_k3.seeds.latent_moe_codes import pair_up
-from targets.kimi_k3.seeds.persistent.device import (
-    bulk,
-    consumers,
-    field,
-    peek,
-    stage_done,
-    stage_free,
-    stage_full,
-)
-from targets.kimi_k3.seeds.persistent.plan import share
+from targets.kimi_k3.seeds.persistent.boxes import peek
+from targets.kimi_k3.seeds.persistent.device import consumers, field
+from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
+from targets.kimi_k3.seeds.persistent.stages import share
+from targets.kimi_k3.seeds.persistent.tile_boxes import place, send, sure, to_vec
 from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, unit_times, wanted
-from targets.kimi_k3.seeds.persistent.tile_device import (
-    COUNT_T,
-    T,
-    Tiles,
-    place,
-    send,
-    sum_of,
-    sure,
-    to_vec,
-    within,
-)
+from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, within
 from targets.kimi_k3.seeds.persistent.tile_even import even_place, even_times
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE
+from targets.kimi_k3.seeds.persistent.tile_rows import sum_of
 
 
 @cute.jit

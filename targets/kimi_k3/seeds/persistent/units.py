@@ -13,38 +13,21 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32
 
 from targets.kimi_k3.seeds.common import round_bf16, sigmoid, situ
 from targets.kimi_k3.seeds.latent_moe_codes import pair_up
-from targets.kimi_k3.seeds.persistent.device import (
-    ROUTE,
-    Ctx,
-    ahead,
-    at,
-    await_line,
-    box,
-    bulk,
-    consumers,
-    field,
-    gathered,
-    insist,
-    peek,
-    post,
-    stage_done,
-    stage_free,
-    stage_full,
-    turn_of,
-    view,
-    within,
-)
+from targets.kimi_k3.seeds.persistent.boxes import box, insist, peek, post, turn_of
+from targets.kimi_k3.seeds.persistent.device import Ctx, ahead, at, consumers, field, view, within
+from targets.kimi_k3.seeds.persistent.edges import ROUTE, await_line
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.moe_route import insist_word, logit_at, peek_word
-from targets.kimi_k3.seeds.persistent.plan import STRIDE, share
+from targets.kimi_k3.seeds.persistent.products import gathered
+from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
+from targets.kimi_k3.seeds.persistent.stages import STRIDE, share
 from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, piece_times, unit_times
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE
 from targets.kimi_k3.seeds.persistent.tile_rank import rank_alone
 from targets.kimi_k3.seeds.router import order_key
 
+
 # ---- producer
-
-
 @cute.jit
 def fill_experts(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     """This CTA's units: [8 rows of w1 | 8 of w3, shifted | scales of both], of experts in the order of the choice."""
@@ -67,8 +50,6 @@ def fill_experts(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
 
 
 # ---- the warp that chooses
-
-
 class Ranking(NamedTuple):
     """What `rank_alone` wants of a context; score, key, found and best are scratch in the pool."""
 
@@ -117,8 +98,6 @@ def choose_alone(c: Ctx, layer: Int32, number: Int32, mIds: cute.Tensor, op: cut
 
 
 # ---- consumers
-
-
 @cute.jit
 def ask_latent(c: Ctx, layer: Int32, turn: Int32, op: cutlass.Constexpr):
     """This thread's 16 bytes each of the latent, own and gathered, on their way."""

@@ -5,18 +5,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import high, low, pack_bf16, round_bf16, situ
-from targets.kimi_k3.seeds.persistent.device import (
-    Ctx,
-    box,
-    consumers,
-    gathered,
-    insist,
-    peek,
-    put,
-    take,
-    vector,
-    words_at,
-)
+from targets.kimi_k3.seeds.persistent.boxes import box, insist, peek
+from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, vector, words_at
+from targets.kimi_k3.seeds.persistent.products import gathered
+from targets.kimi_k3.seeds.persistent.sums import put, take
 
 
 @cute.jit

@@ -8,13 +8,14 @@ import pytest
 
 from targets.base import Options, find
 from targets.kimi_k3.seeds.persistent.kda_sizes import pitch_of, state_stages, window
-from targets.kimi_k3.seeds.persistent.plan import Op, Tiles
+from targets.kimi_k3.seeds.persistent.plan import Op
+from targets.kimi_k3.seeds.persistent.stages import TileRows
 from targets.kimi_k3.seeds.persistent.tile_plan import TileOp
 
 SIZES = (32, 96, 256, 512, 1536, 3584, 7168, 768, 704)
 
 
-def columns(g: Tiles) -> list[int]:
+def columns(g: TileRows) -> list[int]:
     """As `tensor.column` and `tensor.further` deal vectors of eight columns to warps and lanes."""
     found = []
     for warp in range(g.width):
@@ -30,24 +31,24 @@ def columns(g: Tiles) -> list[int]:
 def test_every_vector_of_a_row_has_one_thread_and_a_slice_fits(
     k: int, warps: int, stage: int
 ) -> None:
-    g = Tiles(k, warps, stage)
+    g = TileRows(k, warps, stage)
     assert sorted(columns(g)) == list(range(k // 8))
     assert g.ROWS * g.piece_bytes <= stage and g.piece_bytes % 16 == 0
     assert g.width <= warps and g.slices * g.piece_bytes == g.row_bytes
 
 
 def test_the_widths_of_the_model_fill_the_ring() -> None:
-    g = Tiles(7168, 14, 28672)
+    g = TileRows(7168, 14, 28672)
     assert (g.width, g.per, g.slices, g.ROWS * g.piece_bytes) == (14, 2, 8, 28672)
-    g = Tiles(1536, 14, 28672)
+    g = TileRows(1536, 14, 28672)
     assert (g.width, g.per, g.slices) == (12, 2, 2)
 
 
 def test_columns_that_are_no_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="blocks of 32"):
-        _ = Tiles(1000, 14, 28672).width
+        _ = TileRows(1000, 14, 28672).width
     with pytest.raises(ValueError, match="hold no tile"):
-        _ = Tiles(7168, 14, 512).slices
+        _ = TileRows(7168, 14, 512).slices
 
 
 def dims(part: str, preset: str, rows: int) -> SimpleNamespace:

@@ -1,0 +1,144 @@
+"""The ring of stages through which weights pass: one producer fills, all consumer warps give back."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from targets.kimi_k3.seeds.persistent.device import Ctx
+from targets.kimi_k3.seeds.persistent.fields import COUNT
+
+EVICT_FIRST = 0x12F0000000000000
+
+
+@cute.jit
+def passed(bar: Any, parity: Int32, patience: cutlass.Constexpr = 0):
+    """1 if the phase of that parity of an mbarrier is over, else 0; asks once, and sleeps for up to `patience` ns."""
+    ask, limit = "test_wait", ""
+    if cutlass.const_expr(patience > 0):
+        ask, limit = "try_wait", f", {patience}"
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; "
+        f"mbarrier.{ask}.parity.shared::cta.b64 p, [{{$r0}}], {{$r1}}{limit}; "
+        "selp.b32 {$w0}, 1, 0, p; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(bar.toint()), parity],
+    )
+
+
+@cute.jit
+def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr):
+    """Slot of stage number `it`, once its last use is over and few enough stages are on their way.
+
+    What is on its way queues before everything else in the memory system: with a whole ring of 200 KB a CTA an edge
+    takes 3 us instead of 0.6. But consumers that find nothing in the ring wait for one stage after another, the longer
+    the slower their SM is: while fewer than `hungry` stages are on their way or there, the next one waits for none.
+    """
+    slot = it % op.stages
+    if it >= op.stages:
+        cute.arch.mbarrier_wait(c.empty + slot, (it // op.stages - 1) & 1)
+    if cutlass.const_expr(0 < op.in_flight < getattr(op, "hungry", 0) <= op.stages):
+        near, far = it - op.in_flight, it - op.hungry
+        if far >= 0:
+            ready = Int32(0)
+            while ready == 0:
+                ready = passed(c.full + near % op.stages, (near // op.stages) & 1, 128)
+                if ready == 0:
+                    ready = passed(c.empty + far % op.stages, (far // op.stages) & 1)
+    elif cutlass.const_expr(0 < op.in_flight < op.stages):
+        before = it - op.in_flight
+        if before >= 0:
+            cute.arch.mbarrier_wait(c.full + before % op.stages, (before // op.stages) & 1)
+    return slot
+
+
+@cute.jit
+def bulk(c: Ctx, slot: Int32, offset: Int32, source: Int64, size: Int32, op: cutlass.Constexpr):
+    target = Int32(c.ring.iterator.toint()) + slot * op.stage + offset
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+        read_only_args=[
+            target, source, size, Int32((c.full + slot).toint()), Int64(EVICT_FIRST)
+        ],
+    )  # fmt: skip
+
+
+@cute.jit
+def to_l2(address: Int64, size: Int32):
+    """A piece of memory into L2; both are multiples of 16."""
+    if size > 0:
+        cute.arch.inline_ptx(
+            "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, size]
+        )
+
+
+@cute.jit
+def fill(
+    c: Ctx, it: Int32, source: Int64, rows: Int32, g: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """Stages of `rows` rows that lie together."""
+    for first in cutlass.range(0, rows, g.chunk, unroll=1):
+        slot = stage_free(c, it, op)
+        n = rows - first if rows - first < g.chunk else Int32(g.chunk)
+        cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, n * g.row_bytes)
+        bulk(c, slot, Int32(0), source + Int64(first) * g.row_bytes, n * g.row_bytes, op)
+        it += 1
+    return it
+
+
+@cute.jit
+def fill_pairs(
+    c: Ctx,
+    it: Int32,
+    source: Int64,
+    apart: Int64,
+    rows: Int32,
+    g: cutlass.Constexpr,
+    op: cutlass.Constexpr,
+):
+    """As `fill`, with as many rows from `apart` bytes further on."""
+    for first in cutlass.range(0, rows, g.chunk, unroll=1):
+        slot = stage_free(c, it, op)
+        n = rows - first if rows - first < g.chunk else Int32(g.chunk)
+        cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * n * g.row_bytes)
+        start = source + Int64(first) * g.row_bytes
+        bulk(c, slot, Int32(0), start, n * g.row_bytes, op)
+        bulk(c, slot, Int32(g.chunk * g.row_bytes), start + apart, n * g.row_bytes, op)
+        it += 1
+    return it
+
+
+@cute.jit
+def bring(c: Ctx, layer: Int32, it: Int32, part: Int32, op: cutlass.Constexpr):
+    """Stages of this CTA's rows of matrix number `part` of `decode_bring.parts`: one copy of the code for all of them,
+    which one warp alone would else fetch anew every time."""
+    row = cute.make_tensor(c.list.iterator + part * 6, cute.make_layout((6,)))
+    source = c.tab[layer * COUNT + row[0]] + Int64(row[1])
+    rows, row_bytes, chunk, apart = row[2], row[3], row[4], row[5]
+    for first in cutlass.range(0, rows, chunk, unroll=1):
+        slot = stage_free(c, it, op)
+        n = rows - first if rows - first < chunk else chunk
+        start = source + Int64(first) * row_bytes
+        size = n * row_bytes
+        cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * size if apart > 0 else size)
+        bulk(c, slot, Int32(0), start, size, op)
+        if apart > 0:
+            bulk(c, slot, chunk * row_bytes, start + Int64(apart), size, op)
+        it += 1
+    return it
+
+
+@cute.jit
+def stage_full(c: Ctx, it: Int32, op: cutlass.Constexpr):
+    slot = it % op.stages
+    cute.arch.mbarrier_wait(c.full + slot, (it // op.stages) & 1)
+    return slot
+
+
+@cute.jit
+def stage_done(c: Ctx, slot: Int32):
+    cute.arch.sync_warp()
+    if c.lane == 0:
+        cute.arch.mbarrier_arrive(c.empty + slot)
