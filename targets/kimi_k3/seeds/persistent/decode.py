@@ -40,7 +40,7 @@ from targets.kimi_k3.seeds.persistent.mla import mla
 from targets.kimi_k3.seeds.persistent.mla_cache import cache_of
 from targets.kimi_k3.seeds.persistent.moe_dense import Space, dense
 from targets.kimi_k3.seeds.persistent.plan import ctas_of, refuse_others
-from targets.kimi_k3.seeds.persistent.setup import empty_boxes, lasting, open_cta
+from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 from targets.kimi_k3.seeds.persistent.stages import SHARED_MEMORY, STRIDE
 from targets.kimi_k3.seeds.persistent.unit_plan import DecodeOp, ring_stage
 
@@ -228,7 +228,8 @@ def workspace(dims, cfg):
         **between,
         "hs": bf(dims.dense_dim), "delta": bf(dims.hidden),
         "bank": bf(8 if op.bank_kept else op.ctas * dims.hidden * max(1, dims.bank_rows - dims.bank_old)),
-        "weigh": ("f32", ((2 * dims.layers + 1) * dims.hidden,), "undefined", "persistent"), **lasting(op),
+        "weigh": ("f32", ((2 * dims.layers + 1) * dims.hidden,), "undefined", "persistent"),
+        "sync": ("i32", (128,), "zero", "persistent"), "mail": ("i32", (op.mail_words,), "undefined", "persistent"),
     }  # fmt: skip
 
 
