@@ -102,6 +102,11 @@ def run(
     return Ran(program, bound, tensors)
 
 
+def rules(ran: Ran) -> set[str]:
+    """Of what the device found."""
+    return {f.rule for f in ran.program.findings()}
+
+
 def kernel(body: str, params: str = "p", regs: str = "", extra: str = "") -> str:
     """A kernel `k`. `params`: one letter each, p pointer, i integer; they are loaded to %rdN and %rN (N from 100)."""
     declared, loads = [], []
