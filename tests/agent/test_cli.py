@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from agent.cli import COMMANDS, main
 from agent.fakes import kernel
 from agent.models.base import Unavailable
 from agent.models.external import offer
-from agent.runner import Services
+from agent.runner import Services, Session
 from agent.services import Wanted
 from agent.workspace import Workspace
 
@@ -273,14 +274,21 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
 def test_ctrl_c_drains_with_exit_code_130_and_resume_finishes(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judged = fakes.FakeJudge.judge
+    judged, stop = fakes.FakeJudge.judge, Session.stop
+    told = threading.Event()
 
     def slow(self: fakes.FakeJudge, job: Any) -> Any:
         if job.incumbent is not None:
-            os.kill(os.getpid(), signal.SIGINT)
             monkeypatch.setattr(fakes.FakeJudge, "judge", judged)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert told.wait(60)  # else the run may come to its end before the signal is heard
         return judged(self, job)
 
+    def stopped(self: Session) -> None:
+        stop(self)
+        told.set()
+
+    monkeypatch.setattr(Session, "stop", stopped)
     monkeypatch.setattr(fakes.FakeJudge, "judge", slow)
     done = optimize(call, "--candidates", "1")
     assert done.exit_code == 130, done.output
