@@ -38,7 +38,7 @@ def address(kit: Any) -> Iterator[str]:
         yield server.stdout.readline().strip()
     finally:
         server.send_signal(signal.SIGINT)
-        server.wait(30)
+        server.wait(120)
 
 
 @pytest.fixture
@@ -75,6 +75,16 @@ def too_wide(browser: Any) -> list[str]:
     return browser.execute_script(WIDER, PHONE) or []
 
 
+def arrived(browser: Any, at: str) -> None:
+    """Wait for the whole page: a click or a key may return while the one before it is still there."""
+    from selenium.common.exceptions import WebDriverException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    place = "return [location.pathname + location.search, document.readyState]"
+    wait = WebDriverWait(browser, 120, ignored_exceptions=[WebDriverException])
+    wait.until(lambda b: b.execute_script(place) == [at, "complete"], f"no page {at}")
+
+
 def test_from_the_printed_address_to_an_approval(kit: Any, address: str, browser: Any) -> None:
     from selenium.webdriver.common.by import By
 
@@ -82,8 +92,10 @@ def test_from_the_printed_address_to_an_approval(kit: Any, address: str, browser
     browser.get(address)
     assert "token" not in browser.current_url
     browser.find_element(By.LINK_TEXT, run).click()
+    arrived(browser, f"/runs/{run}")
     assert len(browser.find_elements(By.CSS_SELECTOR, "svg.plot")) == 6
     browser.find_element(By.LINK_TEXT, "candidate 3").click()
+    arrived(browser, f"/runs/{run}/candidates/3")
     assert "<script>alert(1)</script>" in browser.find_element(By.TAG_NAME, "main").text
     assert browser.find_elements(By.TAG_NAME, "script") == []
     with pytest.raises(Exception, match="no such alert"):
@@ -94,6 +106,7 @@ def test_from_the_printed_address_to_an_approval(kit: Any, address: str, browser
     assert refused == []
     browser.find_element(By.ID, "note").send_keys("seen in a browser")
     browser.find_element(By.CSS_SELECTOR, "button[value=approve]").send_keys("\n")
+    arrived(browser, f"/runs/{run}/candidates/3?done=recorded")
     assert "Recorded" in browser.find_element(By.CSS_SELECTOR, "[role=status]").text
     (d,) = decisions(kit.queries, run)
     assert (d.kind, d.note, d.seq) == ("approve", "seen in a browser", 3)
