@@ -60,7 +60,7 @@ class Client:
     def close(self) -> None:
         if self.process is not None and self.process.stdin and self.process.stdout:
             self.process.stdin.close()
-            self.process.wait(20)
+            self.process.wait(120)
             self.process.stdout.close()
 
 
