@@ -33,7 +33,7 @@ class Corrupt(Exception):
 def connect(path: Path) -> Iterator[Database]:
     """A connection of one thread. Raises Corrupt, OSError."""
     try:
-        conn = sqlite3.connect(str(path), timeout=BUSY_S)
+        conn = _open(path)
         try:
             conn.execute("PRAGMA foreign_keys = ON")
             yield Database(conn, execute_plugins=False)
@@ -41,6 +41,24 @@ def connect(path: Path) -> Iterator[Database]:
             conn.close()
     except sqlite3.DatabaseError as error:
         raise translate(error, path) from error
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Where the folder cannot be written SQLite opens no WAL database at all; all of this one lies in its one file
+    unless a process has it open or was killed, so it is read as it lies there.
+    """
+    if path.is_file() and not _writable(path) and not _unmerged(path):
+        where = f"{path.resolve().as_uri()}?immutable=1"
+        return sqlite3.connect(where, uri=True, timeout=BUSY_S)
+    return sqlite3.connect(str(path), timeout=BUSY_S)
+
+
+def _writable(path: Path) -> bool:
+    return os.access(path.resolve().parent, os.W_OK)
+
+
+def _unmerged(path: Path) -> bool:
+    return path.with_name(f"{path.name}-wal").exists()
 
 
 def translate(error: sqlite3.DatabaseError, path: Path) -> Exception:
@@ -52,6 +70,13 @@ def translate(error: sqlite3.DatabaseError, path: Path) -> Exception:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     if "locked" in text:
         return _busy(path)
+    if "readonly" in text:
+        return OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+    if "unable to open" in text and not _writable(path):
+        left = f", and {path.name}-wal holds what came last: read a copy of the folder"
+        return OSError(
+            errno.EROFS, f"its folder cannot be written{left if _unmerged(path) else ''}", str(path)
+        )
     return Corrupt(f"{path}: {text}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.store import Corrupt, Queries, RunRow, Store
+from agent.store import Corrupt, Queries, RunRow, Store, database
 from agent.store.database import connect, migrate, transaction
 from agent.store.queries import NotFound
 from agent.store.store import CandidateRow, JudgedRow
@@ -181,3 +181,21 @@ def test_a_record_of_a_newer_version_is_refused_and_left_as_it_was(store: Store)
     with pytest.raises(Corrupt, match=r"newer kernelgen \(of_tomorrow\)"):
         Store(store.path)
     assert store.path.read_bytes() == before
+
+
+def test_a_record_in_a_folder_that_cannot_be_written_is_read_as_it_lies(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked through the seam, for root may write everywhere: what counts is that nothing is made beside it."""
+    monkeypatch.setattr(database, "_writable", lambda path: False)
+    with connect(store.path) as db:
+        assert db.table("runs").count == 1
+        assert sorted(p.name for p in store.path.parent.iterdir()) == ["runs.db"]
+    assert Queries(Store(store.path), Workspace.beside(store.path)).run("last")["id"] == RUN.id
+    with pytest.raises(OSError, match="Read-only"):
+        store.add_lessons(RUN.id, 1, ["a lesson"])
+    monkeypatch.undo()
+    with connect(store.path):  # at work elsewhere: what it writes lies in another file
+        store.add_lessons(RUN.id, 1, ["a lesson"])
+        monkeypatch.setattr(database, "_writable", lambda path: False)
+        assert Queries(store, Workspace.beside(store.path)).lessons(RUN.id) == ("a lesson",)
