@@ -32,19 +32,27 @@ def _real_binary(k: Kernel, instr: Instr, m: Mods, code: str) -> None:
     kind = m.kind()
     if kind in HALVES:
         half_binary(k, instr, m, kind, code)
-        return
+    else:
+        _rounded(k, instr, m, kind, code)
+
+
+def _rounded(k: Kernel, instr: Instr, m: Mods, kind: str, code: str) -> None:
+    """fadd, fsub, fmul or fma of f32 or f64, rounded as the modifiers say."""
     if kind not in FLOATS:
         raise Unsupported(instr, f"type .{kind}")
     mode = MODES[m.one("rn", "rz", "rm", "rp")]
     ftz, sat = m.take("ftz"), m.take("sat")
     m.end()
-    args = _inputs(k, instr, kind, ftz, 2)
+    args = _inputs(k, instr, kind, ftz, 3 if code == "fma" else 2)
+    t = FLOATS[kind]
     if mode:
         if kind != "f32":
             raise Unsupported(instr, "directed rounding of f64")
         value = directed(k, code, args, mode)
+    elif code == "fma":
+        value = k.let(f"call {t} @llvm.fma.{kind}({', '.join(f'{t} {a}' for a in args)})")
     else:
-        value = k.let(f"{code} {FLOATS[kind]} {args[0]}, {args[1]}")
+        value = k.let(f"{code} {t} {args[0]}, {args[1]}")
     _finish(k, instr, kind, value, ftz, sat)
 
 
@@ -81,21 +89,8 @@ def fma(k: Kernel, instr: Instr) -> None:
     kind = m.kind()
     if kind in HALVES:
         half_fma(k, instr, m, kind)
-        return
-    if kind not in FLOATS:
-        raise Unsupported(instr, f"type .{kind}")
-    mode = MODES[m.one("rn", "rz", "rm", "rp")]
-    ftz, sat = m.take("ftz"), m.take("sat")
-    m.end()
-    args = _inputs(k, instr, kind, ftz, 3)
-    if mode:
-        if kind != "f32":
-            raise Unsupported(instr, "directed rounding of f64")
-        value = directed(k, "fma", args, mode)
     else:
-        t = FLOATS[kind]
-        value = k.let(f"call {t} @llvm.fma.{kind}({', '.join(f'{t} {a}' for a in args)})")
-    _finish(k, instr, kind, value, ftz, sat)
+        _rounded(k, instr, m, kind, "fma")
 
 
 @lowers("div", "div.int, div.{rn,approx,full}{.ftz}.f32, div.rn.f64")
