@@ -79,12 +79,34 @@ def read(folder: Path) -> dict[str, Any]:
         raise BadRecord(str(folder), f"is no record of a run: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise BadRecord(str(folder / NAME), "has another form than this version writes")
+    if not _sound(data):
+        raise BadRecord(str(folder / NAME), "has no run, target, or settings with options")
     candidates = data.get("candidates")
-    if not isinstance(candidates, list) or [c.get("seq") for c in candidates] != list(
-        range(len(candidates))
-    ):
+    if not isinstance(candidates, list) or not candidates or not all(map(_judgeable, candidates)):
+        raise BadRecord(str(folder / NAME), "lists no candidates with their status and time")
+    if [c["seq"] for c in candidates] != list(range(len(candidates))):
         raise BadRecord(str(folder / NAME), "lists no candidates 0, 1, 2 and so on")
     return data
+
+
+def _sound(data: Mapping[str, Any]) -> bool:
+    settings = data.get("settings")
+    options = settings.get("options") if isinstance(settings, dict) else None
+    named = isinstance(data.get("run"), str) and isinstance(data.get("target"), str)
+    return (
+        named
+        and isinstance(options, dict)
+        and isinstance(options.get("preset"), str)
+        and isinstance(options.get("extra", {}), dict)
+    )
+
+
+def _judgeable(candidate: Any) -> bool:
+    """What `replay` reads of one."""
+    if not isinstance(candidate, dict) or not isinstance(candidate.get("tunables") or {}, dict):
+        return False
+    timed = isinstance(candidate.get("us", ""), int | float | None)
+    return timed and isinstance(candidate.get("status"), str) and "promoted" in candidate
 
 
 def source(folder: Path, seq: int) -> str:
@@ -178,13 +200,14 @@ def _numbers(v: Verdict | None) -> dict[str, Any]:
 def readme(record: Mapping[str, Any]) -> str:
     """The course of the run for a reader."""
     work = ", ".join(f"{k}={v}" for k, v in record["workload"].items())
+    own = " --target FILE.py:NAME" if ".py:" in record["target"] else ""
     lines = [
         f"# {record['target']}, run {record['run']}", "",
         f"- workload: {work}",
         f"- device: {record['device'].get('name') or record['device'].get('kind')}",
         f"- proposals: {record['proposer']} {record['model'] or ''}".rstrip(),
         f"- started {record['started']}; ended: {record['stop'] or 'open'}", "",
-        "Judge it again: `kernelgen replay .` in this folder. Times are microseconds of a step; gains are over the "
+        f"Judge it again: `kernelgen replay .{own}` in this folder. Times are microseconds of a step; gains are over the "
         "incumbent of then, with 95 % intervals. Unfinished: the run was cut off before the next tier.", "",
         "| candidate | predicted | measured | us | of the floor | status | |", "|---|---|---|---|---|---|---|",
         *[_line(c) for c in record["candidates"]], "",

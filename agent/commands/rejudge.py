@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agent import offline
+from agent import offline, trajectory
 from agent.commands import common
 from agent.config import deadline
-from agent.offline import Setting
+from agent.offline import File, Setting
 from agent.runner import Services
 from agent.services import DEFAULT_ARCH, Wanted, start
 from sandbox.jobs import JudgeJob
@@ -45,8 +45,7 @@ def rejudge(
 
 def _setting(recorded: Mapping[str, Any], asked: Mapping[str, Any], arch: str) -> Setting:
     """The recorded workload, but for what was asked."""
-    settings = recorded["settings"]
-    kept = settings["options"]
+    target, kept = recorded["target"], recorded["settings"]["options"]
     chosen = Options(
         asked["preset"] or kept["preset"],
         asked.get("layers") or kept.get("layers"),
@@ -55,8 +54,8 @@ def _setting(recorded: Mapping[str, Any], asked: Mapping[str, Any], arch: str) -
         dict(kept.get("extra", {})),
     )
     limit = deadline(Tier.SCREEN, asked["deadline"], asked["device"])
-    workload = find(settings["target"]).workload(chosen)
-    return Setting(settings["target"], workload, asked["device"], arch, Tier.SCREEN, limit)
+    workload = find(target).workload(chosen)
+    return Setting(target, workload, asked["device"], arch, Tier.SCREEN, limit)
 
 
 def _judged(
@@ -66,9 +65,8 @@ def _judged(
     candidate: Mapping[str, Any],
     incumbent: Path | None,
 ) -> tuple[dict[str, Any], Path | None]:
-    file = offline.read(
-        str(folder / candidate["source"]), setting.target, candidate["tunables"] or {}
-    )
+    text = trajectory.source(folder, candidate["seq"])
+    file = File(f"candidate {candidate['seq']}", text, candidate["tunables"] or {})
     outcome = offline.compile_file(services, setting, file)
     if outcome.artifact is None:
         return _row(candidate["seq"], outcome.status or Status.INFRA, None), None

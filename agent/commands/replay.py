@@ -48,6 +48,8 @@ def trajectory_(run: str, output: Path | None, db: Path, out: Path | None, as_js
 
 @click.command()
 @click.argument("name", metavar="FOLDER|RUN")
+@click.option("--target", default=None, metavar="FILE.py:NAME",
+              help="Where an own target lies here; without it a FOLDER's must be a built-in one.")  # fmt: skip
 @click.option("--preset", default=None, help="Other sizes than those of the record.")
 @click.option("--layers", type=click.IntRange(1), default=None, help="Another number of layers.")
 @common.machine_options
@@ -67,7 +69,8 @@ def trajectory_(run: str, output: Path | None, db: Path, out: Path | None, as_js
 @common.out_option
 @common.json_option
 def replay(name: str, **asked: Any) -> int:
-    """Judge the candidates of a recorded run again, in their order, and compare the ranking.
+    """Judge the candidates of a recorded run again, in their order, and compare the ranking. A target is
+    trusted code, so a FOLDER that names a file as its target is judged only with the --target given here.
 
     \b
     Examples:
@@ -82,6 +85,7 @@ def replay(name: str, **asked: Any) -> int:
     """
     place = common.place_of(asked["db"], asked["out"])
     folder, recorded = _source(place, name)
+    recorded = {**recorded, "target": _target(recorded["target"], asked["target"], folder)}
     new, rows = (
         (None, _screened(place, folder, recorded, asked))
         if asked["screen"]
@@ -106,11 +110,18 @@ def _run_again(
     context = click.get_current_context()
     from agent.commands.optimize import optimize
 
-    arguments = _arguments(folder or recorded["run"], recorded, asked, folder)
-    with contextlib.redirect_stdout(sys.stderr):  # its summary is talk here
-        optimize.main(
-            arguments, prog_name="kernelgen optimize", standalone_mode=False, parent=context.parent
-        )
+    with tempfile.TemporaryDirectory() as kept:
+        first = folder / "candidates" / "0.py" if folder else Path(kept) / "0.py"
+        if folder is None:  # what it started from need not be the target's seed
+            first.write_bytes(place.workspace.get(recorded["candidates"][0]["source"]))
+        arguments = _arguments(folder or recorded["run"], recorded, asked, first)
+        with contextlib.redirect_stdout(sys.stderr):  # its summary is talk here
+            optimize.main(
+                arguments,
+                prog_name="kernelgen optimize",
+                standalone_mode=False,
+                parent=context.parent,
+            )
     new = context.meta[common.RUN]
     return new, Queries(Store(place.db), place.workspace).candidates(new)
 
@@ -135,20 +146,38 @@ def _source(place: Place, name: str) -> tuple[Path | None, dict[str, Any]]:
         raise common.Usage(f"{name} is no folder, and there is no record {place.db}")
     queries = Queries(Store(place.db), place.workspace)
     row = queries.run(name)
+    candidates = queries.candidates(row["id"])
+    if not candidates:
+        raise common.Usage(f"run {row['id']} has no candidates yet")
     return None, {
         "run": row["id"], "target": row["target"], "settings": json.loads(row["settings"]),
-        "device": {"kind": row["device"]}, "candidates": queries.candidates(row["id"]),
+        "device": {"kind": row["device"]}, "candidates": candidates,
     }  # fmt: skip
 
 
+def _target(recorded: str, given: str | None, folder: Path | None) -> str:
+    """What to judge against: the record's target, or the user's file in its place. Raises Usage."""
+    own = ".py:" in recorded
+    if given is not None and given != recorded and not (own and ".py:" in given):
+        raise common.Usage(
+            f"this is a run of {recorded}, not of {given}: --target says where a target in a file lies"
+        )
+    if given is None and own and folder is not None:
+        raise common.Usage(
+            f"the record's target is the file {recorded}, which would be run: if you trust it, give"
+            f" --target {recorded}, or where it lies here"
+        )
+    return common.full_name(given or recorded)
+
+
 def _arguments(
-    what: Path | str, recorded: Mapping[str, Any], asked: Mapping[str, Any], folder: Path | None
+    what: Path | str, recorded: Mapping[str, Any], asked: Mapping[str, Any], first: Path
 ) -> list[str]:
     """`optimize` as it was asked then, but for where it runs and when it ends: after the last proposal."""
     settings = recorded["settings"]
     options = settings["options"]
     proposals = len(recorded["candidates"]) - 1
-    found = ["--target", settings["target"], "--preset", asked["preset"] or options["preset"]]
+    found = ["--target", recorded["target"], "--preset", asked["preset"] or options["preset"]]
     for key in ("layers", "rows", "context"):
         value = asked.get(key) or options.get(key)
         found += [f"--{key}", str(value)] if value is not None else []
@@ -157,8 +186,7 @@ def _arguments(
     for key in ("device", "arch", "sandbox", "deadline"):
         found += [f"--{key}", str(asked[key])] if asked[key] is not None else []
     found += ["--trust-this-code"] if asked["trust_this_code"] else []
-    if folder is not None:
-        found += ["--start", str(folder / "candidates" / "0.py")]
+    found += ["--start", str(first)]
     found += [
         "--proposer",
         "replay",

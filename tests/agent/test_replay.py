@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from agent.fakes import kernel
 from agent.ranking import Result, compare
-from tests.agent.test_cli import Call, call, optimize
+from tests.agent.test_cli import TARGET, Call, call, optimize
 
 __all__ = ["call"]
+
+OWN = ("--target", TARGET)
 
 
 def results(*us: float | None) -> list[Result]:
@@ -48,7 +51,7 @@ def test_a_run_goes_to_a_folder_and_comes_out_in_the_same_order_elsewhere(
         record["settings"]["start"] == ""
         and str(tmp_path) not in (folder / "record.json").read_text()
     )
-    done = call("replay", str(folder), "--device", "cpu", "--db", "other/runs.db", "--json")
+    done = call("replay", str(folder), *OWN, "--device", "cpu", "--db", "other/runs.db", "--json")
     assert done.exit_code == 0, done.output
     again = json.loads(done.stdout)
     assert again["same"] and again["before"] == again["after"] == record["ranking"]
@@ -62,7 +65,7 @@ def test_screens_alone_give_the_order_and_leave_no_run(call: Call) -> None:
     record = json.loads((kept / "record.json").read_text())
     before = len(json.loads(call("runs", "--json").stdout)["runs"])
     for name in (str(kept), "last"):
-        done = call("replay", name, "--screen", "--device", "cpu", "--json")
+        done = call("replay", name, *OWN, "--screen", "--device", "cpu", "--json")
         again = json.loads(done.stdout)
         assert done.exit_code == 0 and again["same"] and again["after"] == record["ranking"], (
             done.output
@@ -76,7 +79,7 @@ def test_a_screen_sees_another_status_than_the_record(call: Call) -> None:
     assert optimize(call, "--rounds", "2").exit_code == 0
     assert call("trajectory", "last", "-o", "kept").exit_code == 0
     Path("kept/candidates/1.py").write_text("this is no kernel")
-    done = call("replay", "kept", "--screen", "--device", "cpu")
+    done = call("replay", "kept", *OWN, "--screen", "--device", "cpu")
     assert done.exit_code == 1 and "candidate 1 was passed and is" in done.stdout, done.output
 
 
@@ -88,10 +91,10 @@ def test_a_folder_whose_numbers_were_changed_is_not_reproduced(call: Call) -> No
     best = record["ranking"][0]
     record["candidates"][best]["us"] = 1e6
     path.write_text(json.dumps(record))
-    done = call("replay", "kept", "--device", "cpu")
+    done = call("replay", "kept", *OWN, "--device", "cpu")
     assert done.exit_code == 1 and "was faster than" in done.stdout, done.output
     path.write_text("{}")
-    broken = call("replay", "kept", "--device", "cpu")
+    broken = call("replay", "kept", *OWN, "--device", "cpu")
     assert broken.exit_code == 1 and "another form" in broken.stderr
 
 
@@ -112,3 +115,62 @@ def test_what_a_run_was_still_at_work_on_is_kept_too(call: Call) -> None:
         found["seq"] in record["ranking"] and "unfinished |" in Path("kept/README.md").read_text()
     )
     assert Path("kept", found["source"]).exists() and Path("kept", found["verdicts"][0]).exists()
+
+
+def test_no_file_that_only_a_folder_names_is_run_and_a_moved_target_is_found(
+    call: Call, tmp_path: Path
+) -> None:
+    """A folder may come from anybody; what its record names as target would be imported beside the keys."""
+    assert optimize(call, "--rounds", "1").exit_code == 0
+    assert call("trajectory", "last", "-o", "kept").exit_code == 0
+    evil, mine = tmp_path / "kept" / "candidates" / "0.py", tmp_path / "mine.py"
+    evil.write_text("from pathlib import Path\nPath('ran').touch()\n")
+    mine.write_text("from agent.fakes import FakeTarget as Fake")
+    path = tmp_path / "kept" / "record.json"
+    record = json.loads(path.read_text())
+    for where in (record, record["settings"]):
+        where["target"] = f"{evil}:X"
+    path.write_text(json.dumps(record))
+    for how in ((), ("--screen",)):
+        done = call("replay", "kept", "--device", "cpu", *how)
+        assert (done.exit_code, Path("ran").exists()) == (2, False), done.output
+        assert "give --target" in done.stderr
+    Path("kept/candidates/0.py").write_text((tmp_path / "kept/candidates/1.py").read_text())
+    for how in ((), ("--screen",)):
+        done = call("replay", "kept", "--target", f"{mine}:Fake", "--device", "cpu", *how)
+        assert done.exit_code in (0, 1) and "0      " in done.stdout, done.output
+    other = call("replay", "last", "--target", "kimi-k3-gemv", "--device", "cpu")
+    assert other.exit_code == 2 and "Fake, not of kimi-k3-gemv" in other.stderr, other.output
+
+
+def test_a_record_that_lacks_something_is_one_line(call: Call) -> None:
+    assert optimize(call, "--rounds", "1").exit_code == 0
+    assert call("trajectory", "last", "-o", "kept").exit_code == 0
+    path = Path("kept/record.json")
+    whole = json.loads(path.read_text())
+    first, *rest = whole["candidates"]
+    for change in (
+        {"candidates": []}, {"candidates": [3]}, {"settings": {}}, {"settings": None}, {"run": None},
+        {"candidates": [{**first, "tunables": "x"}, *rest]}, {"candidates": [{"seq": 0}, *rest]},
+        {"candidates": [{**first, "us": "fast"}, *rest]}, {"target": 7},
+    ):  # fmt: skip
+        path.write_text(json.dumps({**whole, **change}))
+        for how in ((), ("--screen",)):
+            done = call("replay", "kept", *OWN, "--device", "cpu", *how)
+            assert done.exit_code == 1 and "record.json" in done.stderr, (change, done.output)
+
+
+def test_a_run_that_started_from_a_file_and_files_judged_by_hand_are_judged_again_as_they_were(
+    call: Call, tmp_path: Path
+) -> None:
+    for name, us in (("start", 70), ("other", 60)):
+        (tmp_path / f"{name}.py").write_text(kernel(us))
+    assert optimize(call, "--start", "start.py", "--rounds", "1").exit_code in (0, 1)
+    evaluate = ("evaluate", *OWN, "--device", "cpu", "start.py", "other.py")
+    assert call(*evaluate).exit_code == 0
+    Path("start.py").unlink()
+    first, second = (r["id"] for r in json.loads(call("runs", "--json").stdout)["runs"])
+    for run in (second, first):
+        for how in ((), ("--screen",)):
+            done = call("replay", run, "--device", "cpu", "--json", *how)
+            assert done.exit_code == 0 and json.loads(done.stdout)["same"], done.output
