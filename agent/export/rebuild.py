@@ -60,10 +60,11 @@ def compiler(store: Path, arch: str, sandbox: str | None = None) -> CompileClien
 
 
 def job(s: Subject, options: Options, arch: str, source: str | None = None) -> CompileJob:
-    """The candidate's source against the target's signature at those options."""
+    """The candidate's source against the target's signature at those options, under the name by which it was
+    judged: that of an own target is its file's, not the one it gives itself."""
     w = find(s.artifact.target).workload(options)
     return CompileJob(
-        source=source or s.source, target=w.target, workload=w.key, dims=w.dims, buffers=w.buffers,
+        source=source or s.source, target=s.artifact.target, workload=w.key, dims=w.dims, buffers=w.buffers,
         arch=arch, tunables=s.tunables,
     )  # fmt: skip
 

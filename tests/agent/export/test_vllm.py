@@ -334,6 +334,28 @@ def test_a_rebuild_that_cannot_be_tried_is_no_difference(tmp_path: Path) -> None
     assert found.same is None and "infra: it ended" in found.sentence
 
 
+class Asked(Broken):
+    """Keeps what it was asked to compile."""
+
+    def __init__(self) -> None:
+        self.jobs: list[CompileJob] = []
+
+    def compile(self, job: CompileJob) -> CompileOutcome:
+        self.jobs.append(job)
+        return super().compile(job)
+
+
+def test_an_own_target_is_compiled_again_under_the_name_that_was_judged(tmp_path: Path) -> None:
+    """Under the name that it gives itself every field but one would come out the same, and the hash would not."""
+    own = tmp_path / "own.py"
+    own.write_text("from tests.agent.export.small import Small\nOwn = Small(name='its-name')\n")
+    made = replace(small.artifact(), target=f"{own}:Own")
+    _, queries, run = small.record(tmp_path / "r", made, "source")
+    asked = Asked()
+    rebuild(subject.find(queries, run, force=False), asked)
+    assert [job.target for job in asked.jobs] == [made.target]
+
+
 def test_pull_request_and_commits_say_what_is_known_and_what_is_not(tmp_path: Path) -> None:
     from agent.export import vllm_text
 
