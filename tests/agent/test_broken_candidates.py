@@ -57,9 +57,9 @@ def statuses(folder: Path, device: str) -> list[tuple[str, str]]:
     target = f"{ROOT / 'examples/my_target.py'}:RmsNorm"
     call = "import sys; from agent.cli import main; sys.argv[0] = 'kernelgen'; main()"
     done = subprocess.run(
-        [sys.executable, "-c", call, "evaluate", "--target", target, "--device", device, "--deadline", "12",
+        [sys.executable, "-c", call, "evaluate", "--target", target, "--device", device, "--deadline", "60",
          "--db", str(folder / "runs.db"), "--json", *files],
-        cwd=folder, capture_output=True, text=True, check=False, timeout=300,
+        cwd=folder, capture_output=True, text=True, check=False, timeout=800,
     )  # fmt: skip
     answer: dict[str, Any] = json.loads(done.stdout)
     got = [c["verdict"]["status"] for c in answer["results"]]
