@@ -81,8 +81,8 @@ def consume(c: Ctx, slots: cute.Tensor, op: cutlass.Constexpr):
 
 
 @cute.jit
-def consume_rows(c: Ctx, slots: cute.Tensor, taps: tuple, op: cutlass.Constexpr):
-    """As `consume` for several tokens; a CTA sends its columns of the next instance's x instead of y."""
+def consume_rows(c: Ctx, taps: tuple, op: cutlass.Constexpr):
+    """As `consume` for several tokens; a CTA sends its columns of the next instance's x instead of y. Moves no taps."""
     d = op.d
     it, edge = Int32(0), Int32(0)
     for layer in cutlass.range(d.layers, unroll=1):
@@ -93,7 +93,6 @@ def consume_rows(c: Ctx, slots: cute.Tensor, taps: tuple, op: cutlass.Constexpr)
         it, edge = kda_rows(c, layer, (it, edge), rX, taps, y, op)
         post_layer(c, layer, op)
     close(c, edge, (Int32(0), Int32(d.layers), Int32(d.layers)), op)
-    move_taps(c, slots, op)
 
 
 @cute.kernel
@@ -119,7 +118,11 @@ def chain_kernel(
     elif c.warp == op.warps + 1:
         bring_taps(c, taps, op)
     else:
-        consume_rows(c, slots, taps, op)
+        consume_rows(c, taps, op)
+    if cutlass.const_expr(op.tiled):
+        # behind all roles: within the consumers' it cost registers in their loop over layers
+        if c.warp < op.warps:
+            move_taps(c, slots, op)
 
 
 def workspace(dims, cfg):
