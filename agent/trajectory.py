@@ -207,8 +207,8 @@ def readme(record: Mapping[str, Any]) -> str:
         f"- device: {record['device'].get('name') or record['device'].get('kind')}",
         f"- proposals: {record['proposer']} {record['model'] or ''}".rstrip(),
         f"- started {record['started']}; ended: {record['stop'] or 'open'}", "",
-        f"Judge it again: `kernelgen replay .{own}` in this folder. Times are microseconds of a step; gains are over the "
-        "incumbent of then, with 95 % intervals. Unfinished: the run was cut off before the next tier.", "",
+        f"Judge it again: `kernelgen replay .{own}` in this folder. Times are microseconds of a step; gains are over "
+        "the incumbent of then, with 95 % intervals. Unfinished: the run was cut off before the next tier.", "",
         "| candidate | predicted | measured | us | of the floor | status | |", "|---|---|---|---|---|---|---|",
         *[_line(c) for c in record["candidates"]], "",
         f"Fastest first: {', '.join(map(str, record['ranking'])) or 'none was timed'}.",
