@@ -24,7 +24,10 @@ from targets.base import Target, Workload
 
 def _numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
     try:
-        return grid.numbers(text or "")
+        found = grid.numbers(text or "")
+        if param.name == "rows" and min(found, default=1) < 1:
+            raise ValueError("a step has a row at least")
+        return found
     except ValueError as error:
         raise click.BadParameter(
             f"{text!r} is no list such as 1,8 or 1k,128k", ctx, param

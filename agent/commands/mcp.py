@@ -15,7 +15,7 @@ import click
 
 from agent import interrupts
 from agent.commands import common
-from agent.commands.optimize import limit_options, opening, settings_of
+from agent.commands.optimize import OPEN, limit_options, opening, settings_of
 from agent.config import RunSettings, settings_from_json
 from agent.mcp import stdio
 from agent.mcp.driver import Driver, Opened
@@ -75,7 +75,7 @@ def workload_options(f: Any) -> Any:
 @click.argument("run", required=False)
 @workload_options
 @common.machine_options
-@limit_options
+@limit_options(OPEN)
 @click.option("--new", is_flag=True, help="Begin a run even if there is one already.")
 @click.option("--http", is_flag=True, help="Streamable HTTP on this machine instead of stdio.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8809, help="0 takes a free one.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -41,21 +42,32 @@ from sandbox.verdict import Tier
 CPU_ROUNDS, CPU_WIDTH = 2, 2
 
 
-def limit_options(f: Any) -> Any:
-    for option in reversed((
-        click.option("--rounds", type=click.IntRange(0), default=None, help="Rounds.  [default: 8; cpu 2]"),
-        click.option("--max-candidates", type=click.IntRange(1), default=None, help="Candidates in all."),
-        click.option("--max-usd", type=click.FloatRange(0), default=None, help="Dollars for models."),
-        click.option("--max-tokens", type=click.IntRange(1), default=None, help="Tokens in and out."),
-        click.option("--max-minutes", type=click.FloatRange(0), default=None, help="Time at work."),
-        click.option("--max-gpu-seconds", type=click.FloatRange(0), default=None, help="Time judging."),
-        click.option("--stop-at", type=click.FloatRange(0, 1), default=None,
-                     help="Share of the byte floor that is enough.  [default: 0.9]"),
-        click.option("--patience", type=click.IntRange(1), default=None,
-                     help="Rounds without a promotion before it stops.  [default: 3]"),
-    )):  # fmt: skip
-        f = option(f)
-    return f
+KEPT = ("the run's", "the run's", "the run's")
+OPEN = ("none", "none, but 3 with --rounds", "0.9")
+USUAL = ("8; cpu 2; external none", "3; external none without --rounds", "0.9")
+
+
+def limit_options(usual: tuple[str, str, str]) -> Callable[[Any], Any]:
+    """`usual`: what help says is the default of rounds, patience and the share of the floor."""
+
+    def add(f: Any) -> Any:
+        for option in reversed((
+            click.option("--rounds", type=click.IntRange(0), default=None, help=f"Rounds.  [default: {usual[0]}]"),
+            click.option("--max-candidates", type=click.IntRange(1), default=None,
+                         help="Candidates in all, besides what the run starts from."),
+            click.option("--max-usd", type=click.FloatRange(0), default=None, help="Dollars for models."),
+            click.option("--max-tokens", type=click.IntRange(1), default=None, help="Tokens in and out."),
+            click.option("--max-minutes", type=click.FloatRange(0), default=None, help="Time at work."),
+            click.option("--max-gpu-seconds", type=click.FloatRange(0), default=None, help="Time judging."),
+            click.option("--stop-at", type=click.FloatRange(0, 1), default=None,
+                         help=f"Share of the byte floor that is enough.  [default: {usual[2]}]"),
+            click.option("--patience", type=click.IntRange(1), default=None,
+                         help=f"Rounds without a promotion before it stops.  [default: {usual[1]}]"),
+        )):  # fmt: skip
+            f = option(f)
+        return f
+
+    return add
 
 
 @click.command()
@@ -69,7 +81,7 @@ def limit_options(f: Any) -> Any:
 @click.option("--base-url", default=None, help="A compatible server.")
 @click.option("--candidates", "k", type=click.IntRange(1, 64), default=None,
               help="Candidates a round.  [default: 3; cpu 2; external 1]")  # fmt: skip
-@limit_options
+@limit_options(USUAL)
 @click.option(
     "--repairs", type=click.IntRange(0, 10), default=2, help="Repairs of a broken candidate."
 )
@@ -142,7 +154,7 @@ def optimize(**asked: Any) -> int:
 
 @click.command()
 @click.argument("run")
-@limit_options
+@limit_options(KEPT)
 @click.option(
     "--no-wait/--wait", "no_wait", default=None, help="Change how external proposals are awaited."
 )

@@ -55,7 +55,7 @@ class Queries:
         else:
             found = self.rows(
                 "select * from runs where id = :n or (length(:n) >= 4 and"
-                " (id like :n || '%' or id like '%' || :n))",
+                " (substr(id, 1, length(:n)) = :n or substr(id, -length(:n)) = :n))",
                 {"n": name.upper()},
             )
         if not found:

@@ -346,6 +346,18 @@ def test_every_command_has_help_with_examples(call: Call, command: str) -> None:
     assert "Examples:" in done.stdout and f"kernelgen {command}" in done.stdout
 
 
+def test_help_says_the_defaults_that_hold_for_each_command(call: Call) -> None:
+    for command, rounds in (
+        ("optimize", "8; cpu 2; external none"),
+        ("resume", "the run's"),
+        ("mcp", "none"),
+    ):
+        said = " ".join(call(command, "--help").stdout.split())
+        assert f"Rounds. [default: {rounds}]" in said, command
+    refused = call("bench", "--target", TARGET, "--rows", "0", "--device", "cpu")
+    assert refused.exit_code == 2 and "--rows" in refused.stderr, refused.output
+
+
 def test_settings_come_from_flag_environment_and_file_in_that_order(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

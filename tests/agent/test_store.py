@@ -145,7 +145,7 @@ def test_runs_are_found_by_part_of_their_id(store: Store) -> None:
     queries = Queries(store, Workspace.beside(store.path))
     assert queries.run("01ABC")["id"] == "01ABC"
     assert queries.run("xxxx")["id"] == "01ABDXXXX"
-    for name in ("01A", "nothing", "01AB"):
+    for name in ("01A", "nothing", "01AB", "____C", "01%%%C"):
         with pytest.raises(NotFound):
             queries.run(name)
 
