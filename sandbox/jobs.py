@@ -57,7 +57,7 @@ class JudgeJob:
 
     `options` selects the workload (`targets.base.Options` as a dict); `seed` None means secret and fresh. With
     `timeline`, a build of the same source with marks, nothing is judged: both are run, compared bit for bit, and the
-    verdict holds the waterfall alone. Baselines `usual`: `graph`, beyond a screen the strong ones too; `all`: every one.
+    verdict holds the waterfall alone. Baselines `usual`: `graph`, beyond a screen the strong ones too; `all`: all.
     `steps` > 0 is for reports: so many steps of every arm are timed one by one as well, and a screen checks less.
     """
 

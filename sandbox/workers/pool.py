@@ -56,7 +56,6 @@ class Answer:
     data: bytes | None
     why: str = ""
     worker: str = ""
-    attempts: int = 1
 
 
 @dataclass
@@ -139,9 +138,9 @@ class Pool:
                 one = self._compare(first, one)
             elif one.means == "good":
                 self.roster.praise(one.member)
-            return Answer(one.data, "", one.member.name, len(tries))
+            return Answer(one.data, "", one.member.name)
         if first is not None:  # nobody else could say anything
-            return Answer(first.data, "", first.member.name, len(tries))
+            return Answer(first.data, "", first.member.name)
         return self._give_up(task.key, tries, "")
 
     def cancel(self, key: str) -> None:
@@ -263,4 +262,4 @@ class Pool:
         text = (
             "; ".join(causes) or f"{DEADLY} workers did not survive this job: it is not tried again"
         )
-        return Answer(last, text, tries[-1].member.name if tries else "", len(tries))
+        return Answer(last, text, tries[-1].member.name if tries else "")

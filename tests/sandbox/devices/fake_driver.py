@@ -91,9 +91,6 @@ class FakeDriver:
         self.loaded.append(cubin)
         return cubin
 
-    def unload(self, module: Any) -> None:
-        self.loaded.remove(module)
-
     def kernel(self, module: Any, name: str) -> Any | None:
         return name if b".text." + name.encode() + b"\0" in module else None
 
