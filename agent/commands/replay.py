@@ -96,7 +96,7 @@ def replay(name: str, **asked: Any) -> int:
     )
     modelled = asked["device"] == "cpu"
     data = {"run": new, "of": recorded["run"], "modelled": modelled, **found.to_json()}
-    words = _words(recorded["candidates"], rows, found)
+    words = in_words(recorded["candidates"], rows, found)
     if modelled:
         words.insert(0, "times of now are modelled (cpu), not measured")
     common.emit(asked["as_json"], data, "\n".join(words))
@@ -211,7 +211,7 @@ def _arguments(
     return found
 
 
-def _words(
+def in_words(
     before: Sequence[Mapping[str, Any]],
     after: Sequence[Mapping[str, Any]],
     found: ranking.Comparison,
@@ -225,10 +225,14 @@ def _words(
             f"{row['seq']:9d}  {_us(row):>11s}  {_us(again):>9s}  {row['status']} -> {status}"
         )
     lines.append(f"fastest first, recorded: {_order(found.before)}; now: {_order(found.after)}")
-    if found.same:
+    if found.same and found.pairs:
         told = found.pairs - len(found.close)
         lines.append(
             f"the ranking is reproduced: {told} of {found.pairs} pairs that the record tells apart"
+        )
+    elif found.same:
+        lines.append(
+            "every candidate ended as in the record, which tells no two of them apart: no ranking"
         )
     for fast, slow in found.close:
         lines.append(f"not told apart here: {fast} was faster than {slow}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from agent.commands.replay import in_words
 from agent.fakes import kernel
 from agent.ranking import Result, compare
 from tests.agent.test_cli import TARGET, Call, call, optimize
@@ -34,6 +35,15 @@ def test_another_status_and_a_candidate_that_is_gone_are_told() -> None:
     found = compare(results(10.0, None, 8.0), results(10.0, 9.0))
     assert found.changed == ((1, "wrong", "passed"),)
     assert found.missing == (2,) and found.pairs == 0 and not found.same
+
+
+def test_a_record_without_a_ranking_is_not_said_to_be_reproduced() -> None:
+    rows = [{"seq": 0, "status": "passed", "us": 10.0}, {"seq": 1, "status": "wrong", "us": None}]
+    found = compare(results(10.0, None), results(11.0, None))
+    assert found.same and in_words(rows, rows, found)[-1].endswith("no ranking")
+    rows[1] |= {"status": "passed", "us": 8.0}
+    found = compare(results(10.0, 8.0), results(11.0, 8.0))
+    assert in_words(rows, rows, found)[-1].startswith("the ranking is reproduced: 1 of 1 pairs")
 
 
 def test_a_run_goes_to_a_folder_and_comes_out_in_the_same_order_elsewhere(
