@@ -80,8 +80,10 @@ class CompileClient:
         self._closed = False
 
     def start(self) -> dict[str, Any]:
-        """Start the server now, so that workers warm up, and return its isolation. Raises NoIsolation, OSError."""
-        return dict(self._running().isolation)
+        """Start the server now, so that workers warm up. Its isolation, with a `sentence` for people and, in
+        `passed_over`, why no stronger way is used. Raises NoIsolation, OSError."""
+        server = self._running()
+        return {**server.isolation, **server.about}
 
     def compile(self, job: CompileJob) -> CompileOutcome:
         """Compile a job; blocks. Raises NoIsolation when no job can run here; all else is in the outcome."""
@@ -145,7 +147,7 @@ class _Server:
         if "isolation" not in hello:
             self.stop(*self._why)
             raise NoIsolation(str(hello.get("refused", "the compile server did not start")))
-        self.isolation = hello["isolation"]
+        self.isolation, self.about = hello["isolation"], hello["about"]
         threading.Thread(target=self._read, daemon=True).start()
 
     def call(self, job: CompileJob) -> CompileOutcome:
@@ -159,7 +161,10 @@ class _Server:
             try:
                 self._stdin.write(encode({"id": number}, wire.job_blocks(job)))
                 self._stdin.flush()
-            except (OSError, ValueError) as error:  # a ValueError: it is being stopped, its pipe is closed
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # a ValueError: it is being stopped, its pipe is closed
                 self.ended = True
                 del self._waiting[number]
                 raise _Gone(str(error)) from error

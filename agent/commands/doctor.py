@@ -142,14 +142,17 @@ def roofline(facts: Mapping[str, Any]) -> list[str]:
     return [*lines, f"measured {found['date']}"] if "date" in found else lines
 
 
+def isolation(jail: Mapping[str, Any]) -> list[str]:
+    """What isolates the compiler, and why nothing stronger does."""
+    lines = [f"compile jail: {jail['sentence'] if jail['ok'] else jail['message']}"]
+    return lines + [f"  not used: {' '.join(why.split())}" for why in jail.get("passed_over", ())]
+
+
 def _text(d: dict[str, Any], probed: bool) -> str:
     lines = [f"{name} {v}" for name, v in d["versions"].items()]
     lines.append(f"ptxas: {d['ptxas'] or 'missing: install nvidia-cuda-nvcc'}")
     if probed:
-        jail = d["jail"]
-        lines.append(
-            f"compile jail: {jail['tier'] + ' ' + jail.get('variant', '') if jail['ok'] else jail['message']}"
-        )
+        lines += isolation(d["jail"])
         for name, facts in d["devices"].items():
             words = (
                 f"{facts['name']}, {facts['arch']}, {facts['sms']} SMs"

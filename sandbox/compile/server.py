@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.idle:
         pool.refill(args.arch)
     service = Service(pool, OutcomeCache(args.store), choice, args.deadline)
-    answers.write(encode({"isolation": choice.isolation.to_json()}, {}))
+    about = {"sentence": choice.sentence, "passed_over": list(choice.passed_over)}
+    answers.write(encode({"isolation": choice.isolation.to_json(), "about": about}, {}))
     try:
         _serve(service, answers, args.jobs)
     finally:

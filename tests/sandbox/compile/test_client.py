@@ -29,6 +29,21 @@ def test_no_isolation_without_a_word_of_trust(tmp_path: Path) -> None:
         refused.compile(BAD)
 
 
+def test_a_start_says_what_isolates_and_why_nothing_stronger_does(tmp_path: Path) -> None:
+    with client(tmp_path) as compiler:
+        about = compiler.start()
+    assert about["tier"] == "none" and about["sentence"].startswith("NO ISOLATION")
+    assert about["passed_over"] == []
+    gone = CompileSettings(store=tmp_path, bwrap=tmp_path / "no-bwrap", idle=0)
+    with CompileClient(gone) as compiler:
+        try:
+            about = compiler.start()
+        except NoIsolation as refused:
+            assert "no-bwrap" in str(refused)
+        else:
+            assert about["tier"] != "strict" and any("no-bwrap" in w for w in about["passed_over"])
+
+
 def test_the_server_never_sees_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     assert "PATH" in environment() and "secret" not in environment().values()

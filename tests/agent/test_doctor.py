@@ -1,11 +1,11 @@
-"""`doctor` shows what was measured of a GPU, and nothing of a device that models its times."""
+"""`doctor` shows what was measured of a GPU, and nothing of a device that models its times; what isolates, and why."""
 
 from __future__ import annotations
 
 from click.testing import CliRunner
 
 from agent.cli import main
-from agent.commands.doctor import roofline
+from agent.commands.doctor import isolation, roofline
 
 FOUND = {
     "copy_bytes_per_s": 4.2e12, "l2_read_bytes_per_s": 7.0e12, "l2_bytes": 60 << 20, "launch_gap_us": 2.5,
@@ -25,6 +25,12 @@ def test_both_rates_and_every_gap_are_shown() -> None:
 
 def test_a_modelled_device_has_no_roofline() -> None:
     assert roofline({"spec_rate": None, "stream_rate": None, "extra": {}}) == []
+
+
+def test_a_weaker_jail_says_why_it_is_no_stronger_one() -> None:
+    found = {"ok": True, "sentence": "no namespaces", "passed_over": ["strict A: no bwrap\n"]}
+    assert isolation(found) == ["compile jail: no namespaces", "  not used: strict A: no bwrap"]
+    assert isolation({"ok": False, "message": "none works"}) == ["compile jail: none works"]
 
 
 def test_a_device_is_chosen_by_name() -> None:
