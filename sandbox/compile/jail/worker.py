@@ -38,12 +38,16 @@ def main() -> None:
 
 
 def limit_time(cpu_s: float, wall_s: float) -> None:
-    """Say on stderr where the candidate stands when it crashes, uses up its time, or is about to be killed."""
+    """Say on stderr where the candidate stands when it crashes, and just before its time is used up.
+
+    The signal of the limit itself has no handler: nothing here may send signals, so a handler could not end us.
+    """
     faulthandler.enable()
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = math.ceil(time.process_time() + cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
-    faulthandler.register(signal.SIGXCPU, chain=True)
+    faulthandler.register(signal.SIGPROF)
+    signal.setitimer(signal.ITIMER_PROF, 0.95 * cpu_s)
     faulthandler.dump_traceback_later(0.95 * wall_s)
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import artifact_store, ptx
+from sandbox import artifact_store, box, ptx
 from sandbox.artifact import Buffer
+from sandbox.compile import pool, service
+from sandbox.compile.cache import OutcomeCache
 from sandbox.compile_client import CompileClient
 from sandbox.jobs import CompileJob
 from sandbox.verdict import Status
@@ -146,8 +148,29 @@ def test_hostile_sources_fail_alone_and_the_next_one_compiles(tmp_path: Path) ->
         for name, (source, status, rule) in HOSTILE.items():
             outcome = client.compile(job(source + "def step(t, cfg, stream):\n    pass\n"))
             assert outcome.failure, name
-            assert (outcome.status, outcome.failure.rule) == (status, rule), name
+            assert (outcome.status, outcome.failure.rule) == (status, rule), (name, outcome)
         assert client.compile(job(KERNEL % (LAUNCH % ""))).artifact
+
+
+@pytest.mark.slow
+def test_processor_time_ends_a_compile_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the clock: in the jail nothing may send signals, so one that is handled would end nobody."""
+    monkeypatch.setattr(service, "WALL", 1000)
+    choice = box.choose(pool.spec("sm_90a", 2), box.Settings())
+    if isinstance(choice, box.Refusal):
+        pytest.skip(choice.sentence)
+    workers = pool.Pool(pool.starter(choice, 2), 0)
+    compiling = service.Service(workers, OutcomeCache(tmp_path), choice, 2)
+    try:
+        failure = compiling.compile(
+            job("def step(t, cfg, stream):\n    pass\n" + HOSTILE["endless"][0])
+        ).failure
+    finally:
+        compiling.close()
+    assert failure and failure.rule == "deadline", failure
+    assert failure.where["line"] in (3, 4)
 
 
 CHAIN = KERNEL.replace("%s", "for layer in t.weights.layers:\n        k(layer.w, y)%s") % (
