@@ -93,7 +93,7 @@ class Pool:
     def settle(self, role: Role, kinds: tuple[str, ...] | None) -> None:
         """Wait for a worker of each kind, or until every one has answered; `kinds` None waits for all of them, and
         () for any one. Raises NoWorker, Closed."""
-        roster = self.roster
+        roster, since = self.roster, None
         with roster.changed:
             while not roster.closed:
                 mine = [m for m in roster.members if m.post.role == role]
@@ -101,7 +101,9 @@ class Pool:
                 ready = {m.kind for m in mine if m.state == "ready"}
                 if ready and (not starting or (kinds is not None and ready >= set(kinds))):
                     return
-                if not starting:
+                # a post that was lost just now is filled again in the same round
+                since = None if starting else roster.rounds if since is None else since
+                if since is not None and roster.rounds > since + 1:
                     raise NoWorker(roster.describe(role))
                 roster.changed.wait(1.0)
         raise Closed("the workers were sent home")

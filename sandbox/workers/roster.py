@@ -89,6 +89,7 @@ class Roster:
         self._nodes: dict[str, int] = {}
         self._lost_at: dict[tuple[str, str, int], int] = {}
         self._listened = time.monotonic()
+        self.rounds = 0
 
     # Jobs
 
@@ -185,6 +186,7 @@ class Roster:
                 self._greet(member)
             if member.state in ("ready", "bad"):
                 self._listen(member)
+        self.rounds += 1
 
     def _excuse(self) -> None:
         """While this process was stopped, or had no turn on a processor, nobody listened: that was no silence."""

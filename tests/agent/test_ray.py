@@ -52,6 +52,9 @@ class Hosts:
 
     def lose(self, node: Any) -> None:
         self.cluster.remove_node(node, allow_graceful=False)
+        self.cluster.wait_for_nodes(
+            120
+        )  # until Ray has seen it: who asks meanwhile is told of a node that is gone
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +20,7 @@ from sandbox.jobs import CompileJob, JudgeJob
 from sandbox.verdict import Status, Tier, Verdict
 from sandbox.workers import farm, keys, pool
 from sandbox.workers.clients import PoolJudge
+from sandbox.workers.roster import NoWorker
 from sandbox.workers.transport import Lost
 from tests.sandbox.workers.shop import (
     QUICK,
@@ -417,3 +420,40 @@ def test_a_broken_artifact_folder_is_no_exception(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert judge.judge(job(tmp_path / "empty")).status is Status.INFRA
     crew.close()
+
+
+class Rounds(threading.Condition):
+    """A wait is a round of the roster."""
+
+    def __init__(self, roster: Any) -> None:
+        super().__init__()
+        self.roster = roster
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.roster.rounds += 1
+        return True
+
+
+def test_a_post_lost_just_now_is_waited_for_until_it_is_filled_again() -> None:
+    """Between the loss and the next hire of a round nobody starts; after two rounds without anybody there is none."""
+    post = SimpleNamespace(role="judge")
+    gone = SimpleNamespace(post=post, state="gone", kind="")
+    changed = threading.Condition()
+    roster = SimpleNamespace(
+        changed=changed, closed=False, members=[gone], rounds=0, describe=lambda role: "none"
+    )
+
+    def later() -> None:
+        with changed:
+            roster.rounds += 1
+            roster.members.append(SimpleNamespace(post=post, state="ready", kind="cpu"))
+            changed.notify_all()
+
+    threading.Timer(0.2, later).start()
+    hired = cast(Any, SimpleNamespace(roster=roster))
+    pool.Pool.settle(hired, "judge", None)
+    roster.members, roster.rounds = [gone], 0
+    roster.changed = Rounds(roster)
+    with pytest.raises(NoWorker, match="none"):
+        pool.Pool.settle(hired, "judge", None)
+    assert roster.rounds == 2
