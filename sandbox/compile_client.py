@@ -88,14 +88,17 @@ class CompileClient:
     def compile(self, job: CompileJob) -> CompileOutcome:
         """Compile a job; blocks. Raises NoIsolation when no job can run here; all else is in the outcome."""
         try:
-            try:
-                return self._running().call(job)
-            except _Gone:  # between two jobs, and its end was not seen yet: this one it never had
-                return self._running().call(job)
+            return self._call(job)
         except OSError as error:
             text = f"the compile server cannot be reached: {error.strerror or error}"
             status = Status.CANCELLED if self._closed else Status.INFRA
             return CompileOutcome(None, status=status, failure=Failure("server", text))
+
+    def _call(self, job: CompileJob) -> CompileOutcome:
+        try:
+            return self._running().call(job)
+        except _Gone:  # between two jobs, and its end was not seen yet: this one it never had
+            return self._running().call(job)
 
     def close(self) -> None:
         """End the server and all workers. Calls in flight return `cancelled`. Harmless when repeated."""
@@ -161,10 +164,8 @@ class _Server:
             try:
                 self._stdin.write(encode({"id": number}, wire.job_blocks(job)))
                 self._stdin.flush()
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # a ValueError: it is being stopped, its pipe is closed
+            # a ValueError: it is being stopped, its pipe is closed
+            except (OSError, ValueError) as error:
                 self.ended = True
                 del self._waiting[number]
                 raise _Gone(str(error)) from error

@@ -160,9 +160,8 @@ class JudgeClient:
             try:
                 try:
                     self._hand_over(request)
-                except (
-                    BrokenPipeError
-                ):  # between two jobs, and its end was not seen: this one it never had
+                # between two jobs, and its end was not seen: this one it never had
+                except BrokenPipeError:
                     self._abandon()
                     self._hand_over(request)
                 reply = self._receive(time.monotonic() + limit)

@@ -6,7 +6,7 @@ Plain data. Compiling and judging are the services'.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,17 @@ def number(text: str) -> int:
     return int(word[:-1] if unit > 1 else word) * unit
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def rows(text: str) -> int:
+    """M. Raises ValueError."""
+    found = number(text)
+    if found < 1:
+        raise ValueError("a step has a row at least")
+    return found
+
+
+def numbers(text: str, each: Callable[[str], int] = number) -> tuple[int, ...]:
     """`1,2,8k`. Raises ValueError."""
-    return tuple(number(part) for part in text.split(",") if part.strip())
+    return tuple(each(part) for part in text.split(",") if part.strip())
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,8 @@ class Listed:
     def each(self) -> Iterator[Options]:
         """Raises ValueError."""
         for text in self.rows:
-            preset, rows, context = text.split(":")
-            yield replace(self.options, preset=preset, rows=number(rows), context=number(context))
+            preset, m, context = text.split(":")
+            yield replace(self.options, preset=preset, rows=rows(m), context=number(context))
 
 
 def workloads(target: Target, asked: Asked | Listed) -> tuple[list[Workload], list[str]]:

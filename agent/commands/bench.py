@@ -24,10 +24,7 @@ from targets.base import Target, Workload
 
 def _numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
     try:
-        found = grid.numbers(text or "")
-        if param.name == "rows" and min(found, default=1) < 1:
-            raise ValueError("a step has a row at least")
-        return found
+        return grid.numbers(text or "", grid.rows if param.name == "rows" else grid.number)
     except ValueError as error:
         raise click.BadParameter(
             f"{text!r} is no list such as 1,8 or 1k,128k", ctx, param

@@ -34,7 +34,7 @@ from agent.models.base import (
     TruncationError,
     Usage,
 )
-from agent.models.openai_events import read
+from agent.models.openai_events import Answer, read
 from agent.models.provider import Provider, named, retry_after
 from agent.models.wire import Event, Wire
 
@@ -78,7 +78,7 @@ class OpenAIModel(Provider):
             raise self.paid(_failed(*answer.failed), prompt, events)
         if answer.end == "":
             return None
-        done = self.completion(*self.used(prompt, events))
+        done = self.completion(*_used(prompt, answer))
         if answer.end in ("length", "max_output_tokens"):
             limit = prompt.max_output_tokens
             raise TruncationError(f"the answer hit its limit of {limit} tokens", done)
@@ -113,10 +113,7 @@ class OpenAIModel(Provider):
 
     def used(self, prompt: Prompt, events: Sequence[Event]) -> tuple[str, Usage, bool]:
         """As the provider says, else by what went over the wire."""
-        answer = read(events)
-        if answer.usage.total > 0:
-            return answer.text, answer.usage, False
-        return answer.text, pricing.guess(prompt, answer.text), True
+        return _used(prompt, read(events))
 
     def call(self, prompt: Prompt, schema: Schema | None, wire: Wire, events: list[Event]) -> None:
         """Through the API the server speaks: one without the Responses API is remembered as such."""
@@ -174,6 +171,12 @@ class OpenAIModel(Provider):
             extra_headers=named(key),
             **extra,
         )
+
+
+def _used(prompt: Prompt, answer: Answer) -> tuple[str, Usage, bool]:
+    if answer.usage.total > 0:
+        return answer.text, answer.usage, False
+    return answer.text, pricing.guess(prompt, answer.text), True
 
 
 def cache_key(prompt: Prompt) -> str:

@@ -94,6 +94,8 @@ def test_rows_may_be_listed_in_an_order_of_their_own() -> None:
         ("tp16", 8, 1024, 4), ("tp8", 1, 8192, 4)
     ]  # fmt: skip
     assert len(refused) == 1 and "rows 3" in refused[0]
+    with pytest.raises(ValueError, match="a row at least"):
+        grid.workloads(find(TARGET), grid.Listed(Options("tp8"), ("tp8:0:8k",)))
     with pytest.raises(ValueError):
         grid.workloads(find(TARGET), grid.Listed(Options("tiny"), ("tp8:1",)))
     asked_wrong = ["bench", "--target", TARGET, "--row", "tp8:x:8k"]

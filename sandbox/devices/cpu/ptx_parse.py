@@ -131,10 +131,7 @@ def _params(c: Cursor) -> tuple[Param, ...]:
             elif word.text in _PTR_SPACES and pointer:
                 continue
             elif word.text.startswith("."):
-                try:
-                    item = type_bytes(word.text[1:])
-                except KeyError as error:
-                    raise PtxError(f"unknown type {word.text[:40]!r}", word.line) from error
+                item = type_bytes(word)
             else:
                 name = word.text
         size = item

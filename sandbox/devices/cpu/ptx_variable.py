@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from sandbox.devices.cpu.ptx_ast import PtxError, Variable
 from sandbox.devices.cpu.ptx_cursor import Cursor
+from sandbox.devices.cpu.ptx_lex import Token
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 
 
-def type_bytes(name: str) -> int:
-    """Bytes of a fundamental type given without its dot. Raises KeyError."""
-    return _SIZES[name.lstrip("bsufpred")] if name != "pred" else 1
+def type_bytes(word: Token) -> int:
+    """Bytes of a fundamental type such as `.b32`. Raises PtxError."""
+    if word.text == ".pred":
+        return 1
+    try:
+        return _SIZES[word.text[1:].lstrip("bsufpred")]
+    except KeyError as error:
+        raise PtxError(f"unknown type {word.text[:40]!r}", word.line) from error
 
 
 def variable(c: Cursor, space: str, extern: bool = False) -> Variable:
@@ -27,10 +33,7 @@ def variable(c: Cursor, space: str, extern: bool = False) -> Variable:
         elif word.text.startswith(".attribute"):
             c.skip_to(")")
         elif word.text.startswith("."):
-            try:
-                item = type_bytes(word.text[1:])
-            except KeyError as error:
-                raise PtxError(f"unknown type {word.text[:40]!r}", word.line) from error
+            item = type_bytes(word)
         else:
             name = word.text
     count = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandbox.box import procfs
-from sandbox.compile_client import CompileClient, CompileSettings, NoIsolation, environment
+from sandbox.compile_client import CompileClient, CompileSettings, NoIsolation, _Server, environment
 from sandbox.jobs import CompileJob, CompileOutcome
 from sandbox.verdict import Status
 
@@ -49,13 +49,19 @@ def test_the_server_never_sees_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PATH" in environment() and "secret" not in environment().values()
 
 
+def killed(compiler: CompileClient) -> _Server:
+    """The client's server, which has worked and is dead."""
+    assert compiler.compile(BAD).status is Status.REJECTED
+    server = compiler._server
+    assert server
+    os.kill(server._process.pid, signal.SIGKILL)
+    server._process.wait(60)
+    return server
+
+
 def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
     with client(tmp_path) as compiler:
-        assert compiler.compile(BAD).status is Status.REJECTED
-        server = compiler._server
-        assert server
-        os.kill(server._process.pid, signal.SIGKILL)
-        server._process.wait(60)
+        killed(compiler)
         outcomes = [compiler.compile(BAD) for _ in range(2)]
         assert outcomes[-1].status is Status.REJECTED
         assert outcomes[0].status in (Status.REJECTED, Status.INFRA)
@@ -64,11 +70,7 @@ def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
 def test_a_job_that_a_dead_server_never_had_goes_to_the_next(tmp_path: Path) -> None:
     """The thread that reads its answers has not seen its end yet."""
     with client(tmp_path) as compiler:
-        assert compiler.compile(BAD).status is Status.REJECTED
-        server = compiler._server
-        assert server
-        os.kill(server._process.pid, signal.SIGKILL)
-        server._process.wait(60)
+        server = killed(compiler)
         until = time.monotonic() + 60
         while not server.ended:
             assert time.monotonic() < until

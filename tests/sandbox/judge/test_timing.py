@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,11 @@ import pytest
 import torch
 
 from sandbox.artifact import Buffer
-from sandbox.devices.base import Faulted
 from sandbox.devices.fake import FakeDevice
 from sandbox.jobs import JudgeJob
-from sandbox.judge import judge, series
-from sandbox.judge.session import named_baselines
+from sandbox.judge import judge
 from sandbox.judge.tiers import FULL, SCREEN
-from sandbox.verdict import Failure, Outcome, Status, Tier, Verdict, WorkloadTiming
+from sandbox.verdict import Outcome, Status, Tier, Verdict, WorkloadTiming
 from tests.sandbox.judge import toy
 
 torch.set_num_threads(1)
@@ -82,16 +79,6 @@ def test_the_incumbent_itself_is_not_compared(tmp_path: Path) -> None:
     job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", incumbent=made)
     v = run(job, FakeDevice({"k": toy.right}, "cuda"))
     assert v.outcome is Outcome.NOT_TIMED and any(f.rule == "same" for f in v.findings)
-
-
-def test_baselines_are_arms(tmp_path: Path) -> None:
-    v = timed(tmp_path, {"k": 10.0}, baselines=("graph", "broken", "wrong", "unknown"))
-    t = row(v)
-    assert t.best_baseline == "graph" and t.speedup_graph is not None
-    said = [f.message for f in v.findings]
-    assert any("no such operator" in m for m in said)
-    assert any("baseline wrong is wrong and not timed" in m for m in said)
-    assert any("baseline unknown" in line for line in v.not_verified)
 
 
 def test_faster_than_the_bytes_allow_is_a_cheat(tmp_path: Path) -> None:
@@ -341,240 +328,3 @@ def test_an_incumbent_that_is_not_stable_is_left_out(tmp_path: Path) -> None:
     v = run(job, FakeDevice({"k": toy.right, "old": old}, "cuda", {"k": 10.0, "old": 20.0}))
     assert v.status is Status.PASSED and v.outcome is Outcome.NOT_TIMED
     assert any(f.rule == "incumbent" for f in v.findings) and row(v).speedup_incumbent is None
-
-
-class _Strong(toy.Toy):
-    """A target whose graph baseline alone is not the best there is."""
-
-    strong_baselines = ("mix",)
-
-
-def test_the_best_baseline_is_named_only_if_a_strong_one_was_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(judge, "open_case", _with_target(judge.open_case, _Strong()))
-    v = timed(tmp_path, {"k": 10.0}, baselines=("graph", "mix"))
-    t = row(v)
-    assert t.best_baseline == "" and t.speedup_best is None and t.speedup_graph is not None
-    assert t.detail["skipped"] == {"mix": "this target has none"}
-    assert any("mix was not timed" in line for line in v.not_verified)
-
-
-def _with_target(open_case: Callable[..., Any], target: toy.Toy) -> Callable[..., Any]:
-    return lambda *a: replace(open_case(*a), target=target)
-
-
-def test_baselines_have_names_for_some_and_all(tmp_path: Path) -> None:
-    made = toy.saved(tmp_path, toy.artifact(("k",)))
-    for asked, wanted in (
-        (("usual",), ("graph",)),
-        (("usual", "wrong"), ("graph", "wrong")),
-        (("all",), ("graph", "broken", "wrong")),
-        (("all", "-broken"), ("graph", "wrong")),
-    ):
-        job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=asked)
-        assert named_baselines(judge.open_case(job, FakeDevice({}))) == wanted
-
-
-def test_strong_baselines_stand_beside_winners_by_default(tmp_path: Path) -> None:
-    made = toy.saved(tmp_path, toy.artifact(("k",)))
-    for tier, wanted in ((Tier.SCREEN, ("graph",)), (Tier.FULL, ("graph", "mix"))):
-        job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", tier)
-        case = replace(judge.open_case(job, FakeDevice({})), target=_Strong())
-        assert named_baselines(case) == wanted
-
-
-class NeverReady(toy.ToyBaseline):
-    def prepare(self, *given: Any) -> None:
-        while True:
-            time.sleep(0.01)
-
-
-TWO = toy.Toy(baselines={
-    "graph": f"{toy.__file__}:ToyBaseline", "again": f"{toy.__file__}:ToyBaseline",
-    "slow": f"{__file__}:NeverReady",
-})  # fmt: skip
-
-
-def test_the_oracle_runs_once_for_all_baselines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs: list[str] = []
-
-    class Counting(toy.ToyReference):
-        def run(self, w: Any, tensors: Any, schedule: str, forced: Any = None) -> Any:
-            runs.append(schedule)
-            return super().run(w, tensors, schedule, forced)
-
-    def opened(*given: Any) -> Any:
-        return replace(real(*given), target=TWO, reference=Counting())
-
-    real = judge.open_case
-    monkeypatch.setattr(judge, "open_case", opened)
-    counts = {}
-    for names in ((), ("graph",), ("graph", "again")):
-        runs.clear()
-        v = timed(tmp_path, {"k": 10.0}, baselines=names)
-        assert {*names} <= {*row(v).detail["us"]}
-        counts[names] = runs.count("oracle")
-    assert counts["graph",] == counts[()] + 1 == counts["graph", "again"]
-
-
-def test_a_baseline_that_never_gets_ready_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(judge, "open_case", _with_target(judge.open_case, TWO))
-    made = toy.saved(tmp_path, toy.artifact(("k",)))
-    job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=("slow", "graph"))
-    for deadline_s in (
-        0.6,
-        10.0,
-        100.0,
-    ):  # longer where a busy machine had not made the other one ready
-        device = FakeDevice({"k": toy.right}, "cuda", {"k": 10.0})
-        v = run(replace(job, deadline_s=deadline_s), device)
-        if "graph" in row(v).detail["us"]:
-            break
-    assert "not ready after" in row(v).detail["skipped"]["slow"]
-    assert "graph" in row(v).detail["us"]
-
-
-def test_isolated_steps_of_a_slow_arm_are_few(tmp_path: Path) -> None:
-    made = toy.saved(tmp_path, toy.artifact(("k",)))
-    counted = []
-    for us in (10.0, 200_000.0):
-        job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=(), steps=10)
-        device = _Counting({"k": toy.right}, "cuda", {"k": us})
-        assert row(judge.run(job, device)).detail["arms"]["candidate"]["isolated_us"] >= us * 0.99
-        counted.append(device.timings)
-    spared = counted[0] - counted[1]  # some of them are rounds of warming up
-    assert spared >= 2 * (series.ISOLATED - series.FEWEST) > 20
-
-
-class _Counting(FakeDevice):
-    timings = 0
-
-    def time(self, work: Callable[[], None]) -> float:
-        self.timings += 1
-        return super().time(work)
-
-
-def test_steps_are_timed_one_by_one_for_reports(tmp_path: Path) -> None:
-    made = toy.saved(tmp_path, toy.artifact(("k",)))
-    job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=("graph",), steps=40)
-    device = FakeDevice({"k": toy.right}, "cuda", {"k": 10.0}, noise=0.002)
-    v = judge.run(job, device)
-    arms = row(v).detail["arms"]
-    assert set(arms) == {"candidate", "graph"}
-    own = arms["candidate"]
-    assert own["steps"] == 40 and own["launches"] == 1
-    assert own["p50_us"] == pytest.approx(10.0, rel=0.01)
-    assert own["p50_us"] <= own["p95_us"] <= own["p99_us"]
-    assert own["isolated_us"] == pytest.approx(10.0, rel=0.01)
-    assert v.correctness is not None and v.correctness.seeds == 1
-
-
-class Warming(FakeDevice):
-    """Gets slower with each timing, until `steady` timings have passed; the first blocks of a run are the fastest."""
-
-    steady = 0
-
-    def time(self, work: Callable[[], None]) -> float:
-        self.count = getattr(self, "count", 0) + 1
-        return super().time(work) * (1.0 + 0.2 * min(self.count, self.steady) / max(1, self.steady))
-
-
-def test_a_run_that_drifted_is_repeated(tmp_path: Path) -> None:
-    job = JudgeJob(toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda")
-    device = Warming({"k": toy.right}, "cuda", {"k": 10.0})
-    device.steady = 60
-    v = run(job, device)
-    assert row(v).us == pytest.approx(12.0, rel=0.005), "the second run counts"
-    said = [f.message for f in v.findings if f.rule == "drift"]
-    assert len(said) == 1 and "slower from the first blocks to the last; timed again" in said[0]
-    device.count, device.steady = 0, 150
-    twice = [f.message for f in run(job, device).findings if f.rule == "drift"]
-    assert len(twice) == 2 and "it drifted twice" in twice[1]
-
-
-def test_clocks_power_and_temperature_are_logged(tmp_path: Path) -> None:
-    class Metered(FakeDevice):
-        def conditions(self) -> Mapping[str, Any]:
-            n = self.asked = getattr(self, "asked", 0) + 1
-            return {
-                "sm_mhz": 1980 - 10 * (n % 3),
-                "watts": 300.0 + n,
-                "celsius": 40,
-                "throttle": ["power cap"],
-            }
-
-    job = JudgeJob(toy.saved(tmp_path, toy.artifact(("k",))), toy.TARGET, {"rows": 4}, "cuda")
-    v = run(job, Metered({"k": toy.right}, "cuda", {"k": 10.0}))
-    row(v)
-    assert v.timing is not None
-    seen = v.timing.conditions
-    assert seen["sm_mhz"] == [1960, 1970, 1980] and seen["celsius"] == [40, 40, 40]
-    assert seen["throttled_blocks"] == {"power cap": 10}
-
-
-def test_isolated_warm_and_cold_are_reported_and_checked(tmp_path: Path) -> None:
-    t = row(timed(tmp_path, {"k": 10.0}, tier=Tier.FULL))
-    assert t.detail["isolated_us"]["candidate"] == pytest.approx(10.0, rel=0.01)
-    assert t.detail["cold_us"]["candidate"] == pytest.approx(10.0, rel=0.01)
-
-    calls = {"n": 0}
-
-    def late(x: Mapping[str, torch.Tensor]) -> None:
-        """Wrong in isolated steps alone: those come last."""
-        toy.right(x)
-        calls["n"] += 1
-        if calls["n"] > most:
-            x["outputs.y"][0] += float(calls["n"])
-
-    most = 1 << 30
-    row(timed(tmp_path / "count", {"k": 10.0}, kernel=late, tier=Tier.FULL))
-    most, calls["n"] = (
-        calls["n"] - 60,
-        0,
-    )  # 9 profile steps of one launch, then 40 blocks x 2 isolated ones before
-    v = timed(tmp_path / "late", {"k": 10.0}, kernel=late, tier=Tier.FULL)
-    assert (
-        v.status is Status.FLAKY and v.failure is not None and "isolated steps" in v.failure.message
-    )
-
-
-def test_a_baseline_that_breaks_the_gpu_is_not_the_candidates_fault(tmp_path: Path) -> None:
-    class Breaking(FakeDevice):
-        def time(self, work: Callable[[], None]) -> float:
-            if getattr(work, "__self__", None).__class__.__name__ == "BaselineArm":
-                raise Faulted(Status.FAULT, Failure("cuda-fault", "CUDA_ERROR_ILLEGAL_ADDRESS"))
-            return super().time(work)
-
-    made = toy.saved(tmp_path, toy.artifact(("k",)))
-    job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=("graph",))
-    v = run(job, Breaking({"k": toy.right}, "cuda", {"k": 10.0}))
-    assert v.status is Status.INFRA and v.failure is not None
-    assert (v.failure.rule, v.failure.where) == ("baseline-fault", {"baseline": "graph"})
-    without = replace(job, baselines=("graph", "-graph"))
-    assert run(without, Breaking({"k": toy.right}, "cuda", {"k": 10.0})).status is Status.PASSED
-
-
-def test_a_fault_while_a_baseline_is_built_is_not_the_candidates_either(tmp_path: Path) -> None:
-    class Dead(FakeDevice):
-        """As CUDA is after torch said `illegal memory access` in the baseline `broken`."""
-
-        dead = False
-
-        def synchronize(self) -> None:
-            if self.dead:
-                raise Faulted(Status.FAULT, Failure("cuda-fault", "CUDA_ERROR_ILLEGAL_ADDRESS"))
-
-        def record(self, work: Callable[[], None], launches: int = 0) -> Any:
-            self.dead = True
-            return super().record(work, launches)
-
-    made = toy.saved(tmp_path, toy.artifact(("k",)))
-    job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", baselines=("broken",))
-    v = run(job, Dead({"k": toy.right}, "cuda", {"k": 10.0}))
-    assert v.status is Status.INFRA and v.failure is not None
-    assert (v.failure.rule, v.failure.where) == ("baseline-fault", {"baseline": "broken"})

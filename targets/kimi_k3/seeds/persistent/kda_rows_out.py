@@ -106,28 +106,18 @@ def gated_rows(c: Ctx, layer: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.C
 
 
 @cute.jit
-def f32_ahead(c: Ctx, address: Int64, n: Int32, widest: cutlass.Constexpr, op: cutlass.Constexpr):
-    """This thread's f32 of an [tokens, hidden] tensor from a column on, as `owned` deals them; loaded in no branch."""
+def rows_ahead(
+    c: Ctx, dtype: cutlass.Constexpr, address: Int64, n: Int32, widest: cutlass.Constexpr, op: cutlass.Constexpr
+):  # fmt: skip
+    """This thread's f32 of a [tokens, hidden] tensor of `dtype` from a column on, as `owned` deals them; loaded in no
+    branch."""
     r = cute.make_rmem_tensor(cute.make_layout((-(-op.d.rows * widest // op.threads),)), Float32)
     r.fill(0.0)
     for k in cutlass.range_constexpr(cute.size(r)):
         token, row = owned(c, k, widest, op)
         there = token < op.d.rows and row < n
         i = token * op.d.hidden + row if there else Int32(0)
-        r[k] = one(Float32, address + Int64(i) * 4)
-    return r
-
-
-@cute.jit
-def bf16_ahead(c: Ctx, address: Int64, n: Int32, widest: cutlass.Constexpr, op: cutlass.Constexpr):
-    """As `f32_ahead` for bf16."""
-    r = cute.make_rmem_tensor(cute.make_layout((-(-op.d.rows * widest // op.threads),)), Float32)
-    r.fill(0.0)
-    for k in cutlass.range_constexpr(cute.size(r)):
-        token, row = owned(c, k, widest, op)
-        there = token < op.d.rows and row < n
-        i = token * op.d.hidden + row if there else Int32(0)
-        r[k] = one(BFloat16, address + Int64(i) * 2).to(Float32)
+        r[k] = one(dtype, address + Int64(i) * (dtype.width // 8)).to(Float32)
     return r
 
 
@@ -149,10 +139,11 @@ def out_rows(
     first, n = share(d.hidden, c.cta, op.ctas)
     later = layer + 1 if layer + 1 < d.layers else layer
     c = anew(c)
-    rNext = bf16_ahead(c, field(c, later, F["x"], COUNT) + Int64(first) * 2, n, widest, op)
+    x = field(c, later, F["x"], COUNT) + Int64(first) * 2
+    rNext = rows_ahead(c, BFloat16, x, n, widest, op)
     if cutlass.const_expr(d.ranks > 1):
         remote = field(c, layer, F["remote_attn"], COUNT) + Int64(first) * 4
-        rRemote = f32_ahead(c, remote, n, widest, op)
+        rRemote = rows_ahead(c, Float32, remote, n, widest, op)
     it = drain_tiles(c, it, n, rX, g, op)
     consumers(op)
     c = anew(c)
