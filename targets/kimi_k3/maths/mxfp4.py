@@ -15,7 +15,8 @@ NV_GROUP = 16
 
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """codes uint8 [..., K/2], scale [..., K/32] uint8 or [..., K/16] E4M3 -> [..., K], without NVFP4's factor."""
-    values = _pairs(codes.device, dtype)[codes.int()].flatten(-2)
+    # Looked up in float32, which holds the values exactly: pairs of float64 took 22 times as long on an H200.
+    values = _pairs(codes.device, torch.float32)[codes.int()].flatten(-2).to(dtype)
     nv = scale.dtype == torch.float8_e4m3fn
     factor = scale.to(dtype) if nv else scale_value(scale).to(dtype)
     groups = values.unflatten(-1, (-1, NV_GROUP if nv else GROUP)) * factor.unsqueeze(-1)
