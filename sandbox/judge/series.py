@@ -20,8 +20,9 @@ from sandbox.judge.session import Session, broke_the_gpu
 ISOLATED, FEWEST = 25, 5
 BATCH = 256
 """Steps enqueued at once; each has an event of its own."""
-MOST_US = 2e6
-"""A slow arm has fewer steps timed than was asked: it says how many."""
+WHOLE_US, SOME_US = 8e6, 2e6
+"""All steps that were asked for are timed where they take less than the first; a slower arm has as many as take the
+second, and says how many."""
 ISOLATED_US = 3e5
 """Isolated steps of one kind end after this long where there have been enough."""
 NEEDED_J_US = 2e5
@@ -55,7 +56,7 @@ def figures(s: Session, arm: Arm) -> dict[str, Any]:
     singles = _singles(s, arm)
     out: dict[str, Any] = {"launches": arm.launches}
     out |= _isolated(s, singles)
-    count = int(min(s.case.job.steps, max(ISOLATED, MOST_US / max(out["isolated_us"], 1.0))))
+    count = _count(s.case.job.steps, out["isolated_us"])
     s.lanes.restore()
     begin = _joules(s.clock)
     laps = _laps(s.clock, [singles[i % len(singles)] for i in range(count)])
@@ -68,6 +69,10 @@ def figures(s: Session, arm: Arm) -> dict[str, Any]:
         out["ready_s"] = round(arm.ready_s, 2)
     notes = getattr(arm, "notes", ())
     return {**out, "notes": list(notes)} if notes else out
+
+
+def _count(asked: int, us: float) -> int:
+    return asked if asked * us <= WHOLE_US else min(asked, max(ISOLATED, int(SOME_US / us)))
 
 
 def _singles(s: Session, arm: Arm) -> list[Callable[[], None]]:

@@ -52,6 +52,24 @@ def test_steps_are_timed_one_by_one_for_reports(tmp_path: Path) -> None:
     assert v.correctness is not None and v.correctness.seeds == 1
 
 
+@pytest.mark.parametrize(
+    ("us", "steps"), [(7_900.0, 1000), (9_000.0, 222), (200_000.0, series.ISOLATED)]
+)
+def test_a_slow_arm_has_fewer_steps_and_says_how_many(
+    tmp_path: Path, us: float, steps: int
+) -> None:
+    job = JudgeJob(
+        toy.saved(tmp_path, toy.artifact(("k",))),
+        toy.TARGET,
+        {"rows": 4},
+        "cuda",
+        baselines=(),
+        steps=1000,
+    )
+    v = judge.run(job, FakeDevice({"k": toy.right}, "cuda", {"k": us}))
+    assert row(v).detail["arms"]["candidate"]["steps"] == pytest.approx(steps, abs=1)
+
+
 class Warming(FakeDevice):
     """Gets slower with each timing, until `steady` timings have passed; the first blocks of a run are the fastest."""
 
