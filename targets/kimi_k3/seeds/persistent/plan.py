@@ -16,6 +16,7 @@ class Op:
     many stages may be on their way at once, 0 for the whole ring.
     jitter: delays of up to so many ns (a power of two) before some arrivals, to look for hangs; 0 but in soaks.
     hungry: while fewer stages than this are on their way or wait for the consumers, `in_flight` does not hold.
+    pace: cycles from one stage that a producer asks for to the next, 0: none; slack: how many it may make up for.
     idle: while MLA waits, memory brings o_proj (1), and the front of the FFN too (2), into L2, a little at a time.
     couples: pairs of rows in hand where a stage has many; then, where it has two, it is given back before its product.
     missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. kept: the
@@ -37,6 +38,8 @@ class Op:
     couples: int = 1
     idle: int = 0
     bank: bool = True
+    pace: int = 0
+    slack: int = 0
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0

@@ -10,6 +10,8 @@ from targets.kimi_k3.seeds.persistent.device import Ctx
 from targets.kimi_k3.seeds.persistent.fields import COUNT
 
 EVICT_FIRST = 0x12F0000000000000
+PACER = 4
+"""Where a paced producer keeps when it may ask again: so many mbarriers behind `routed`."""
 
 
 @cute.jit
@@ -25,6 +27,25 @@ def passed(bar: Any, parity: Int32, patience: cutlass.Constexpr = 0):
         write_only_types=[Int32],
         read_only_args=[Int32(bar.toint()), parity],
     )
+
+
+@cute.jit
+def pace(c: Ctx, it: Int32, op: cutlass.Constexpr):
+    """Waits until the next stage is due, `op.pace` cycles behind the one before; who was held up (by a full ring, the
+    routing) may make up for `op.slack` cycles of it.
+
+    Bytes asked for faster than memory brings them queue, before an edge's loads too, and the SMs nearest to memory take
+    more than their share; one stage at a time leaves memory idle for as long as a stage travels.
+    """
+    if cutlass.const_expr(getattr(op, "pace", 0) > 0):
+        pointer = cute.recast_ptr(c.full + 2 * op.stages + PACER, dtype=Int32)
+        due = cute.make_tensor(pointer, cute.make_layout((1,)))
+        now = Int32(cute.arch.clock())
+        when = due[0] if it > 0 else now
+        while now - when < 0:
+            now = Int32(cute.arch.clock())
+        late = now - when
+        due[0] = now - (late if late < op.slack else Int32(op.slack)) + op.pace
 
 
 @cute.jit
@@ -50,6 +71,7 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr):
         before = it - op.in_flight
         if before >= 0:
             cute.arch.mbarrier_wait(c.full + before % op.stages, (before // op.stages) & 1)
+    pace(c, it, op)
     return slot
 
 
