@@ -7,11 +7,11 @@ proves nothing: the judge does not rely on it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from sandbox import ptx as ptx_text
-from sandbox.artifact import Artifact, LaunchPlan
+from sandbox.artifact import Artifact, Launch, LaunchPlan
 from sandbox.assemble import Assembled
 from sandbox.sass import Code, disassemble
 from sandbox.verdict import Failure, KernelResources
@@ -29,7 +29,7 @@ RULES = {
     "writable-global": "module state survives from launch to launch, outside the declared workspace",
     "clock": "clock registers let a kernel see that it is timed; timing is the judge's",
     "spin-not-cooperative": "blocks that wait for each other need the cooperative attribute, or part of the grid may "
-    "never become resident",
+    "never become resident; a programmatic launch (PDL), which cannot have it, must fit on the device whole",
     "stale-poll": "a polling loop without an L1 invalidation before the next barrier reads stale lines afterwards",
     "ring-no-hint": "bulk copies of weights without an L2 cache hint evict the activations",
     "hot-loop-size": "a loop larger than the instruction cache stalls on fetches",
@@ -85,22 +85,50 @@ def lint_ptx(arch: str, plan: LaunchPlan, clocks: bool = False) -> list[Failure]
         if "__assertfail" not in x
     ]
     out += [_failure("writable-global", x.strip()[:120]) for x in _GLOBAL.findall(text)]
-    grids = {x.kernel: x for x in sorted(plan.launches, key=lambda x: x.cooperative, reverse=True)}
     for entry in ptx_text.entries(text):
         body = text[entry.start : entry.end]
         if not clocks and (clock := _CLOCK.search(body)):
             out.append(_failure("clock", f"reads {clock[0]}", kernel=entry.name))
-        launch = grids.get(entry.name)
-        if launch is None or launch.cooperative or launch.grid == (1, 1, 1):
-            continue
-        if launch.cluster == launch.grid:
-            continue  # the whole grid is one cluster, which is co-resident by definition
-        if line := spin_line(body):
-            number = text.count("\n", 0, entry.start) + line
-            out.append(
-                _failure("spin-not-cooperative", f"polls at PTX line {number}", kernel=entry.name)
-            )
-    return out
+    return out + stranded(plan)
+
+
+def stranded(plan: LaunchPlan) -> list[Failure]:
+    """Refusals of polling kernels whose grid nothing brings onto the device whole. One block, or one cluster, is
+    resident whole by definition; programmatic launches are for the device to measure (`must_fit`)."""
+    loose = {
+        x.kernel
+        for x in plan.launches
+        if not (x.cooperative or x.pdl or x.grid in ((1, 1, 1), x.cluster))
+    }
+    found = polls(plan.ptx) if loose else {}
+    return [
+        _failure("spin-not-cooperative", f"polls at PTX line {line}", kernel=kernel)
+        for kernel, line in found.items()
+        if kernel in loose
+    ]
+
+
+def must_fit(launch: Launch, polling: Container[str]) -> bool:
+    """Whether the whole grid must fit on an empty device: a cooperative one, and a programmatic one that polls.
+
+    Why the second then becomes resident whole, though the driver promises it for the first only: a launch begins when
+    every block of the one before it in the stream has begun (`griddepcontrol.launch_dependents`, or its end), so by
+    then all earlier blocks are on the device or done, and no later one can be. Blocks that have begun need nothing
+    more, so the earlier ones end, if they wait for no later launch, on this GPU or on another; what other streams and
+    processes run ends without us. The room is then this grid's alone. Ranks that wait for each other: take the
+    earliest launch that does not end on some rank. All before it end on every rank, so its grids become resident, and
+    they wait for nothing later. That no launch waits for a later one is the plan's to keep: one that breaks it hangs
+    with cooperative grids as well, and is ended as a hang."""
+    return launch.cooperative or (launch.pdl and launch.kernel in polling)
+
+
+def polls(text: str) -> dict[str, int]:
+    """Kernels with a loop that polls global memory, and the PTX line of the first. Raises PtxError."""
+    found = {}
+    for entry in ptx_text.entries(text):
+        if line := spin_line(text[entry.start : entry.end]):
+            found[entry.name] = text.count("\n", 0, entry.start) + line
+    return found
 
 
 def spin_line(body: str) -> int | None:

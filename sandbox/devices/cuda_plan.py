@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sandbox.artifact import Artifact, Launch, LaunchPlan, PlanName
+from sandbox.lint import must_fit
 from sandbox.verdict import Failure, Status
 
 PORTABLE_CLUSTER = 8
@@ -35,7 +36,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """The driver's view of one kernel of our cubin. `params`: (offset, size) of each parameter, ascending."""
+    """The driver's view of one kernel of our cubin. `params`: (offset, size) of each parameter, ascending. `polls`: its
+    PTX has a loop that waits for global memory."""
 
     name: str
     params: tuple[tuple[int, int], ...]
@@ -45,6 +47,7 @@ class KernelFacts:
     max_threads: int
     required_cluster: tuple[int, int, int] | None = None
     must_set_cluster: bool = False
+    polls: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def cluster_of(launch: Launch, facts: KernelFacts) -> tuple[int, int, int]:
 def check_residency(
     launch: Launch, facts: KernelFacts, limits: Limits, residency: Residency
 ) -> Objection | None:
-    """That the launch fits at all and, if cooperative, that its whole grid is resident at once."""
+    """That the launch fits at all and, where blocks wait for each other, that its whole grid is resident at once."""
     blocks = math.prod(launch.grid)
     threads = math.prod(launch.block)
     cluster = math.prod(cluster_of(launch, facts))
@@ -203,13 +206,14 @@ def check_residency(
     if residency.clusters is not None and residency.clusters < 1:
         message = f"no cluster of {cluster} such blocks fits on the device"
         return object_to(Status.LINT, "residency", message)
-    if not launch.cooperative:
+    if not must_fit(launch, {launch.kernel} if facts.polls else ()):
         return None
     most = residency.blocks_per_sm * limits.sms
     if residency.clusters is not None:
         most = min(most, residency.clusters * cluster)
     if blocks > most:
-        message = f"a cooperative grid of {blocks} blocks, at most {most} are resident at once"
+        kind = "cooperative" if launch.cooperative else "waiting"
+        message = f"a {kind} grid of {blocks} blocks, at most {most} are resident at once"
         return object_to(Status.LINT, "co-residency", message)
     return None
 

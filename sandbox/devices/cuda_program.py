@@ -18,6 +18,7 @@ from sandbox.devices.cuda_driver import Call, CudaError
 from sandbox.devices.cuda_faults import KERNEL_FAULTS, REFUSED_LAUNCHES, errors_as_faults, faulted
 from sandbox.devices.cuda_plan import KernelFacts, ParamBlock
 from sandbox.devices.cuda_toolchain import Built
+from sandbox.lint import polls
 from sandbox.verdict import Failure, KernelResources, Status
 
 if TYPE_CHECKING:
@@ -121,13 +122,16 @@ class CudaProgram:
         return self._artifact.prepare is not None
 
     def _kernels(self, name: PlanName, modules: Mapping[str, Any]) -> dict[str, _Kernel | None]:
-        driver, out = self._device.driver, {}
+        driver, out = self._device.driver, dict[str, _Kernel | None]()
         plan = _plan(self._artifact, name)
+        waiting = polls(plan.ptx)
         for kernel in dict.fromkeys(x.kernel for x in plan.launches):
             handle = driver.kernel(modules[plan.ptx], kernel)
-            out[kernel] = (
-                _Kernel(handle, driver.facts(handle, kernel)) if handle is not None else None
-            )
+            if handle is None:
+                out[kernel] = None
+                continue
+            facts = replace(driver.facts(handle, kernel), polls=kernel in waiting)
+            out[kernel] = _Kernel(handle, facts)
         return out
 
     def _check(self, name: PlanName) -> None:
@@ -235,4 +239,5 @@ def _blocks(shape: Sequence[int]) -> int:
 
 def _shape(x: Launch) -> tuple[Any, ...]:
     """What decides residency; equal launches are asked of the driver once."""
-    return (x.kernel, x.block, x.smem, x.cluster, x.cooperative, x.grid if x.cooperative else None)
+    grid = x.grid if x.cooperative or x.pdl else None
+    return (x.kernel, x.block, x.smem, x.cluster, x.cooperative, x.pdl, grid)

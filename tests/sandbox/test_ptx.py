@@ -5,7 +5,7 @@ import pytest
 from sandbox import ptx
 from sandbox.artifact import Artifact, Launch, LaunchPlan
 from sandbox.assemble import AssemblyFailed, assemble
-from sandbox.lint import lint, lint_ptx
+from sandbox.lint import lint, lint_ptx, must_fit, polls, stranded
 from sandbox.sass import disassemble
 
 HEAD = ".version 9.4\n.target sm_90a\n.address_size 64\n\n"
@@ -53,7 +53,7 @@ $L__done:
 
 
 def plan(
-    text: str, name: str, grid: int = 4, cooperative: bool = False, smem: int = 0
+    text: str, name: str, grid: int = 4, cooperative: bool = False, smem: int = 0, pdl: bool = False
 ) -> LaunchPlan:
     launch = Launch(
         name,
@@ -64,6 +64,7 @@ def plan(
         (),
         smem=smem,
         cooperative=cooperative,
+        pdl=pdl,
     )
     return LaunchPlan(text, (launch,))
 
@@ -115,6 +116,19 @@ def test_a_spin_needs_the_cooperative_attribute() -> None:
     assert rules(text, "k", cooperative=True) == set()
     assert rules(text, "k", grid=1) == set()
     assert rules(HEAD + kernel("k", 0), "k") == set()
+    # a programmatic launch cannot have the attribute: the device asks that it fits whole
+    (launch,) = plan(text, "k", pdl=True).launches
+    assert rules(text, "k", pdl=True) == set() and must_fit(launch, polls(text))
+    (launch,) = plan(text, "k", pdl=True).launches
+    assert not must_fit(launch, polls(HEAD + kernel("k", 0)))
+
+
+def test_one_loose_launch_of_a_polling_kernel_is_enough_for_a_refusal() -> None:
+    text = HEAD + kernel("k", 0, POLL)
+    (safe,), (loose,) = (plan(text, "k", pdl=p).launches for p in (True, False))
+    assert not stranded(LaunchPlan(text, (safe, safe)))
+    for launches in ((safe, loose), (loose, safe)):
+        assert [f.rule for f in stranded(LaunchPlan(text, launches))] == ["spin-not-cooperative"]
 
 
 @pytest.mark.parametrize(

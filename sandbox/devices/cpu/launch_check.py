@@ -1,15 +1,22 @@
 """What the hardware would refuse to launch, found before anything runs. Raises Refused.
 
-Whether the kernel itself is one that this device runs is for `translate` to say.
+Whether the kernel itself is one that this device runs is for `translate` to say. Registers are not counted here: how
+many a kernel takes is known when it is assembled.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import numpy as np
 
-from sandbox.artifact import Launch
+from sandbox.artifact import Launch, LaunchPlan
 from sandbox.devices.base import Refused
+from sandbox.devices.cpu.fill import resident
 from sandbox.devices.cpu.translate import Translated
+from sandbox.lint import must_fit, polls, stranded
+from sandbox.ptx import PtxError
 from sandbox.verdict import Failure, Status
 
 MAX_SMEM = 232448
@@ -46,3 +53,24 @@ def check_launch(item: Launch, kernel: Translated) -> None:
         )
     if any(o >= len(item.params) for o in item.param_offsets):
         raise plan_error("parameters", "offsets lie outside the parameter block")
+
+
+def check_waits(plan: LaunchPlan, kernels: Mapping[str, Translated]) -> None:
+    """Grids whose blocks wait for each other are resident whole, as the cuda device asks. Raises Refused."""
+    try:
+        lost = stranded(plan)
+        polling = polls(plan.ptx) if any(x.pdl for x in plan.launches) else {}
+    except PtxError as error:
+        raise plan_error("ptx", f"the PTX is malformed: {error}") from error
+    if lost:
+        raise Refused(Status.LINT, lost[0])
+    for item in plan.launches:
+        if not must_fit(item, polling):
+            continue
+        threads, blocks = math.prod(item.block), math.prod(item.grid)
+        smem = kernels[item.kernel].static_bytes + item.smem
+        most = resident(threads, smem, blocks, math.prod(item.cluster or (1, 1, 1)))
+        if blocks > most:
+            kind = "cooperative" if item.cooperative else "waiting"
+            message = f"{item.kernel[:80]}: a {kind} grid of {blocks} blocks, at most {most} are resident at once"
+            raise Refused(Status.LINT, Failure("co-residency", message))

@@ -16,7 +16,7 @@ import numpy as np
 from sandbox.artifact import Artifact, Launch, LaunchPlan, PlanName, rank_of
 from sandbox.devices.base import Refused
 from sandbox.devices.cpu.execute import run
-from sandbox.devices.cpu.launch_check import check_launch, plan_error
+from sandbox.devices.cpu.launch_check import check_launch, check_waits, plan_error
 from sandbox.devices.cpu.ranks import Crew, Held
 from sandbox.devices.cpu.record import Counts, Memory, Policy, Region, Work
 from sandbox.devices.cpu.shelf import Parsed, Shelf
@@ -147,6 +147,7 @@ class CpuProgram:
             if entry is None:
                 raise plan_error("kernel-missing", f"the PTX has no kernel {item.kernel[:80]}")
             check_launch(item, parsed.kernel(entry, self.policy.exact))
+        check_waits(plan, parsed.kernels)
 
     def reorder(self, seed: int) -> None:
         """Later launches run their blocks and warps in the order of that seed."""

@@ -211,15 +211,15 @@ def receive_shape(mix, cfg):
 def reduced_mix(
     mix: Mix, state: MixState, given: Given, link: Link, cfg: cutlass.Constexpr, stream
 ):
-    """One launch of the receiving kernel. Its CTAs wait, so all must come to be resident. Up to eight rows they are so
-    few that they fit beside the launch before, whose CTAs wait for none of them, and the launch after begins only when
-    all have begun; from nine rows on the grid is cooperative, which may not start early."""
+    """One launch of the receiving kernel. Its CTAs wait, so all must come to be resident. With programmatic launches,
+    up to eight rows, they are so few that they fit at once: the launches before end without them, and the launch after
+    begins only when all have begun. Else the grid is cooperative, which may not start early."""
     rows = mix.y.shape[0]
     op = receive_shape(mix, cfg)
-    if cutlass.const_expr(rows <= 8):
+    if cutlass.const_expr(rows <= 8 and op.mix.pdl):
         receive_kernel(mix, state, given, link, op).launch(
             grid=(op.spread, rows, 1), block=(op.mix.threads, 1, 1), cluster=(op.spread, 1, 1), stream=stream,
-            use_pdl=op.mix.pdl, min_blocks_per_mp=1,
+            use_pdl=True, min_blocks_per_mp=1,
         )  # fmt: skip
     else:
         receive_kernel(mix, state, given, link, op).launch(

@@ -1,8 +1,9 @@
 """Words between CTAs of one GPU that say themselves which step they are of: the lowest bit of an f32 is the step's.
 
 A place is written once in every step, so it holds this step's word or the last one's, and one bit tells them apart;
-nothing is cleared, nothing fenced. The bit costs 2^-24 of a value. The first step's number is odd and memory begins
-with zeros. Not for what other GPUs read, and not for places that a step may leave out.
+nothing is cleared, nothing fenced. The bit is no part of the value, or an odd step would leave other results than an
+even one: who takes a word takes it off (`value_of`), which costs 2^-24 of a value. The first step's number is odd and
+memory begins with zeros. Not for what other GPUs read, and not for places that a step may leave out.
 """
 
 import cutlass
@@ -11,11 +12,21 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import lanes_sum
 
+BIT = 1
+"""Of a word, the step's."""
+REST = 0xFFFFFFFF ^ BIT
+
 
 @cute.jit
 def marked(x: Float32, flag: Uint32):
     """x with the bit of step number `flag`."""
-    return (x.bitcast(Uint32) & Uint32(0xFFFFFFFE)) | (flag & Uint32(1))
+    return (x.bitcast(Uint32) & Uint32(REST)) | (flag & Uint32(1)) * Uint32(BIT)
+
+
+@cute.jit
+def value_of(word: Uint32):
+    """What a marked word says, the same in every step."""
+    return (word & Uint32(REST)).bitcast(Float32)
 
 
 @cute.jit
@@ -49,8 +60,8 @@ def stale(r: cute.Tensor, flag: Uint32, many: Int32):
     """Whether one of the first `many` of four words is still the last step's."""
     wrong = Uint32(0)
     for e in cutlass.range_constexpr(4):
-        wrong = wrong | ((r[e] ^ flag) if many > e else Uint32(0))
-    return (wrong & Uint32(1)) != Uint32(0)
+        wrong = wrong | ((r[e] ^ (flag * Uint32(BIT))) if many > e else Uint32(0))
+    return (wrong & Uint32(BIT)) != Uint32(0)
 
 
 @cute.jit
@@ -88,7 +99,7 @@ def row_share(start: Int64, r: cute.Tensor, flag: Uint32, n: cutlass.Constexpr, 
             many = Int32(n) - 4 * i
             await_four(start + Int64(i) * 16, r[None, j], flag, many, spin)
             for e in cutlass.range_constexpr(4):
-                x = r[e, j].bitcast(Float32)
+                x = value_of(r[e, j])
                 total += x if many > e else Float32(0.0)
     return total
 

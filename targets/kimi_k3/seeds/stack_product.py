@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2, high, low, mma_k32, pack_bf16
-from targets.kimi_k3.seeds.parity import await_four, peek_four, row_sum
+from targets.kimi_k3.seeds.parity import await_four, peek_four, row_sum, value_of
 from targets.kimi_k3.seeds.stack_parts import (
     FIELDS,
     NORM,
@@ -162,7 +162,7 @@ def bring_x(c: Ctx, n: Int32, a: Ahead, op: cutlass.Constexpr):
             if i < op.k // 4:
                 if n > 0:
                     for e in cutlass.range_constexpr(2):
-                        m0, m1 = (rM[2 * e + k, u].bitcast(Float32) for k in range(2))
+                        m0, m1 = (value_of(rM[2 * e + k, u]) for k in range(2))
                         y = pack_bf16(
                             m0 * scale * low(a.scale[e, u]), m1 * scale * high(a.scale[e, u])
                         )

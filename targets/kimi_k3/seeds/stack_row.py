@@ -14,6 +14,7 @@ from targets.kimi_k3.seeds.parity import (
     post_word,
     row_share,
     sum_two,
+    value_of,
 )
 from targets.kimi_k3.seeds.stack_parts import (
     BANK,
@@ -168,7 +169,7 @@ def mix(c: Ctx, n: Int32, cta: Int32, row: Row, rP: cute.Tensor, op: cutlass.Con
         if there and 2 * i < op.k:
             start = c.mixed + Int64(n * op.rows + c.row) * (4 * op.k)
             post_pair(start + Int64(i) * 8, wa, wb)
-        a, b = wa.bitcast(Float32), wb.bitcast(Float32)
+        a, b = value_of(wa), value_of(wb)
         row.mix[0, t], row.mix[1, t] = a, b
         if there:
             square += a * a + b * b

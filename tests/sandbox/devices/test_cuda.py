@@ -16,7 +16,7 @@ from sandbox.devices.cuda import CudaDevice
 from sandbox.devices.cuda_plan import Residency
 from sandbox.verdict import Status
 from tests.sandbox.devices import kernels
-from tests.sandbox.devices.fake_driver import CANARY, FakeDriver
+from tests.sandbox.devices.fake_driver import CANARY, H200, FakeDriver
 
 N = 1000
 
@@ -291,6 +291,20 @@ def test_an_endless_loop_over_many_blocks_is_refused_unless_cooperative() -> Non
         device(driver).load(kernels.artifact(kernels.ENDLESS, N))
     assert refused.value.failure.rule == "spin-not-cooperative"
     assert refused.value.failure.where["plan"] == "step"
+
+
+def test_a_programmatic_launch_that_polls_is_loaded_where_its_grid_fits_whole() -> None:
+    early = replace(kernels.launch(N), pdl=True)
+    blocks = early.grid[0]
+    artifact = kernels.artifact(kernels.ENDLESS, N, (early,))
+    known = {"k": replace(CANARY, max_threads=1024)}
+    few = dict(H200) | {"MULTIPROCESSOR_COUNT": blocks // 2}
+    device(FakeDriver(kernels=known, attribute=few, room=Residency(2))).load(artifact)
+    with pytest.raises(Refused, match=f"a waiting grid of {blocks} blocks") as refused:
+        device(FakeDriver(kernels=known, attribute=few, room=Residency(1))).load(artifact)
+    assert refused.value.failure.rule == "co-residency"
+    plain = kernels.artifact(kernels.DOUBLE, N, (early,))
+    device(FakeDriver(kernels=known, attribute=few, room=Residency(1))).load(plain)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,27 @@ def test_residency(launch: Launch, room: Residency, rule: str | None) -> None:
     assert found is None or found.status is Status.LINT
 
 
+@pytest.mark.parametrize(
+    ("change", "polls", "room", "fits"),
+    [
+        ({}, True, Residency(1), True),
+        ({"grid": (133, 1, 1)}, True, Residency(1), False),
+        ({"grid": (133, 1, 1)}, False, Residency(1), True),
+        ({"grid": (133, 1, 1), "pdl": False}, True, Residency(1), True),
+        ({"grid": (7, 8, 1), "cluster": (7, 1, 1)}, True, Residency(4, 8), True),
+        ({"grid": (7, 8, 1), "cluster": (7, 1, 1)}, True, Residency(4, 7), False),
+    ],
+)
+def test_a_programmatic_grid_that_polls_fits_whole(
+    change: dict, polls: bool, room: Residency, fits: bool
+) -> None:
+    """Without PDL such a grid was refused before (`spin-not-cooperative`), or is one block or one cluster."""
+    launch = replace(LAUNCH, **{"pdl": True, **change})
+    found = cuda_plan.check_residency(launch, replace(FACTS, polls=polls), LIMITS, room)
+    assert (found is None) is fits
+    assert fits or (found is not None and found.failure.rule == "co-residency")
+
+
 def test_device_functions_are_named() -> None:
     ptx = """
 .extern .func  (.param .b32 func_retval0) vprintf

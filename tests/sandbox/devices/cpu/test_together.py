@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sandbox.devices.base import Refused
 from sandbox.devices.cpu.device import CpuDevice
-from tests.sandbox.devices.cpu.harness import Shape, kernel, run
+from tests.sandbox.devices.cpu.harness import Shape, artifact, kernel, run
 from tests.sandbox.devices.cpu.operands import LOADS
 
 SMEM = ".extern .shared .align 128 .b8 sm[];"
@@ -202,3 +204,34 @@ def test_plans_that_hardware_refuses_are_refused() -> None:
     with pytest.raises(Refused) as e:
         run(kernel("ret;", "p").replace("{\n.reg", "\n.reqntid 64, 1, 1\n{\n.reg"), [x])
     assert e.value.failure.rule == "block-size"
+
+
+WAITS = """
+mul.wide.u32 %rd1, %r99, 4; mov.u32 %r1, %ctaid.x; mov.u32 %r2, %nctaid.x; sub.u32 %r2, %r2, 1;
+setp.ne.u32 %p1, %r1, %r2; @%p1 bra $S; st.relaxed.gpu.global.b32 [%rd100], 1;
+$S:
+ld.relaxed.gpu.global.b32 %r3, [%rd100]; setp.eq.u32 %p2, %r3, 0; @%p2 bra $S; ret;
+"""
+
+
+@pytest.mark.parametrize(
+    ("blocks", "early", "rule"),
+    [
+        (264, True, None), (265, True, "co-residency"), (264, False, "spin-not-cooperative"), (1, False, None),
+    ],
+)  # fmt: skip
+def test_blocks_that_wait_for_each_other_are_on_the_device_at_once(
+    blocks: int, early: bool, rule: str | None
+) -> None:
+    """All wait for the last one; two of them fit on each of the 132 SMs."""
+    x = torch.zeros(32, dtype=torch.int32)
+    a = artifact(kernel(WAITS, "p", extra=SMEM), [x], Shape(grid=(blocks, 1, 1), smem=100 << 10))
+    launches = tuple(replace(y, pdl=early) for y in a.step.launches)
+    a = replace(a, step=replace(a.step, launches=launches))
+    if rule is not None:
+        with pytest.raises(Refused) as refused:
+            CpuDevice().load(a)
+        assert refused.value.failure.rule == rule
+        return
+    CpuDevice().load(a).bind("step", {"workspace.b0": x}).launch()
+    assert int(x[0]) == 1
