@@ -53,4 +53,6 @@ def peers() -> list[Planted]:
              tunables={"protocol": "sentinel"}),
         good(o, "two-shot", "each rank sums half of the columns", options=_SIZE, devices=("cpu",),
              tunables={"shots": 2}),
+        good(o, "weights-not-ahead", "weights come into registers, as in a product of its own", options=_SIZE,
+             devices=("cpu",), tunables={"ahead": False}),
     ]  # fmt: skip

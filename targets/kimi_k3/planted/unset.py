@@ -29,7 +29,7 @@ def kernels() -> list[Planted]:
             ("    rC.fill(0.0)\n    load_weights(", "    load_weights("), expect=_ENDS),
         bug("oproj-allreduce", "unset", "addend-past-the-end", "past the last block of k an addend that was not loaded is added",
             ("    if cutlass.const_expr(plus is not None and not op.exact):\n        rPlus.fill(0)", "    if cutlass.const_expr(False):\n        rPlus.fill(0)"),
-            options=Options("tiny-tp2", 3, 2), expect=_ENDS, devices=_LUCK),
+            options=Options("tiny-tp2", 3, 2), expect=_ENDS, devices=_LUCK, tunables={"ahead": False}),
         bug("attn-res", "unset", "absent-sources", "sources that are not there yet enter with weight zero and any value",
             ("    rV.fill(0.0)\n", ""), expect=_ENDS, devices=_LUCK),
         bug("mla", "unset", "tokens-past-the-end", "cache rows past the last token enter with weight zero and any value",

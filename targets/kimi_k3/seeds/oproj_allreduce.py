@@ -11,25 +11,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from targets.kimi_k3.seeds.allreduce_attn_res import Given, check, reduced_instance, send
-from targets.kimi_k3.seeds.common import begin, mma_k32, pack_bf16, pick, smem
-from targets.kimi_k3.seeds.exchange import (
-    Link,
-    empty_mail,
-    link_of,
-    mailbox,
-    new_flag,
-    owner,
-    place,
-    put,
-    wire_of,
-)
+from targets.kimi_k3.seeds.allreduce_attn_res import Given, check, reduced_instance
+from targets.kimi_k3.seeds.common import begin, mma_k32, pick
+from targets.kimi_k3.seeds.exchange import Link, empty_mail, link_of, mailbox, new_flag, wire_of
 from targets.kimi_k3.seeds.gemv import gemv_shape
 from targets.kimi_k3.seeds.gemv_kernel import load_rows, load_weights
+from targets.kimi_k3.seeds.oproj_ahead import ahead_shape, launch_ahead
+from targets.kimi_k3.seeds.send_sums import sum_and_send
 
 TUNABLES = {
     "spread": (7, 4, 2, 1),
     "attn_res_vectors": (1, 2, 4),
+    "ahead": (True, False),
+    "ahead_warps": (16, 8, 12),
     "gemv_warps": (8, 4, 16),
     "gemv_tile": (4, 2, 1),
     "gemv_unroll": (4, 2, 6),
@@ -80,50 +74,19 @@ def oproj_kernel(
 
 
 @cute.jit
-def sum_and_send(rC: cute.Tensor, at: tuple, flag: Uint32, link: Link, ops: cutlass.Constexpr):
-    """Add the warps' shares of K in warp order, round, and send whole vectors: eight lanes have one."""
-    op, wire = ops
-    tile, m0 = at
-    tid, _, _ = cute.arch.thread_idx()
-    lane, width = tid % 32, op.tile * 8
-    sC = smem(Float32, (8, op.parts * 8, op.warps), (1, 8, op.parts * 64))
-    for j in cutlass.range_constexpr(op.parts):
-        for i in cutlass.range_constexpr(2):
-            sC[lane // 4, j * 8 + lane % 4 * 2 + i, tid // 32] = rC[i, j]
-    cute.arch.sync_threads()
-    rP = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-    for item in cutlass.range(tid, 8 * width, op.warps * 32, unroll=1):
-        r, c = item // width, item % width
-        acc = Float32(0.0)
-        for w in cutlass.range(op.warps, unroll_full=True):
-            acc += sC[r, c, w]
-        word = pack_bf16(acc, cute.arch.shuffle_sync_down(acc, offset=1))
-        for e in cutlass.range_constexpr(4):
-            rP[e] = cute.arch.shuffle_sync_down(word, offset=2 * e) if e > 0 else word
-        if c % 8 == 0 and m0 + r < wire.rows:
-            send_both(rP, (m0 + r, tile * op.tile + c // 8), flag, link, wire)
-
-
-@cute.jit
-def send_both(rP: cute.Tensor, at: tuple, flag: Uint32, link: Link, op: cutlass.Constexpr):
-    """To the other rank, and into this rank's own mailbox where it sums the vector itself."""
-    m, i = at
-    send(rP, at, flag, link, op)
-    if cutlass.const_expr(op.two_shot and op.paired):
-        if owner(i, op) == link.rank:
-            put(place(link.own, link, (link.rank, m, i), op), rP, flag, op)
-    else:
-        put(place(link.own, link, (link.rank, m, i), op), rP, flag, op)
-
-
-@cute.jit
 def oproj(mX, plus, mW, link: Link, cfg: cutlass.Constexpr, stream):
-    op = gemv_shape(mW.shape[0], mW.shape[1], cfg, False)
     wire = wire_of(mX.shape[0], mW.shape[0], cfg)
-    oproj_kernel(mX, plus, mW, link, op, wire).launch(
-        grid=(op.n // (8 * op.tile), cute.ceil_div(mX.shape[0], 8), 1), block=(op.warps * 32, 1, 1), stream=stream,
-        use_pdl=op.pdl, min_blocks_per_mp=1,
-    )  # fmt: skip
+    ahead = None
+    if cutlass.const_expr(cfg.ahead and mX.shape[0] <= 8):
+        ahead = ahead_shape(mW.shape[0], mW.shape[1], cfg)
+    if cutlass.const_expr(ahead is not None):
+        launch_ahead((mX, plus, mW), link, ahead, wire, stream)
+    else:
+        op = gemv_shape(mW.shape[0], mW.shape[1], cfg, False)
+        oproj_kernel(mX, plus, mW, link, op, wire).launch(
+            grid=(op.n // (8 * op.tile), cute.ceil_div(mX.shape[0], 8), 1), block=(op.warps * 32, 1, 1), stream=stream,
+            use_pdl=op.pdl, min_blocks_per_mp=1,
+        )  # fmt: skip
 
 
 def workspace(dims, cfg):
