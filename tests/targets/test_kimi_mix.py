@@ -95,6 +95,15 @@ def test_every_way_of_the_experts_agrees_with_the_oracle(
     assert len(plan) == (6 if apart else 5)
 
 
+@pytest.mark.parametrize("preset, rows", [("tiny", 8), ("tiny-tp2", 2)])
+def test_pairs_grouped_by_expert_agree_with_the_oracle(
+    preset: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles = module("tiles")
+    monkeypatch.setattr(tiles, "WAYS", {16: (tiles.Way(apart=True, grouped=True),)})
+    follow(workload("latent-moe", preset, rows=rows, layers=1), 1)
+
+
 def test_the_fastest_way_is_taken_and_a_wrong_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     routed, tiles = module("routed").RoutedExperts, module("tiles")
     halves, call = routed._halves, routed.__call__
@@ -119,12 +128,13 @@ def test_the_fastest_way_is_taken_and_a_wrong_one_is_not(monkeypatch: pytest.Mon
     made(w, with_outputs(w, tensors(w)))
     one, operands = given[0]
     assert one.way == tiles.TRIED[0]  # nothing is measured without a GPU
-    us = dict(zip(tiles.TRIED, (30.0, 20.0, 10.0), strict=True))
+    us = dict(zip(tiles.TRIED, (30.0, 20.0, 10.0, 25.0), strict=True))
     shelf = one.maker.shelf
     monkeypatch.setattr(one.maker.blas.here, "cold", lambda launches: us[ways[id(launches)]])
     assert one._known(*operands) == tiles.TRIED[1] == one._known(*operands)  # tried once
     assert shelf.notes[tiles.TRIED[1].name] == "used: 20.00 us, ours 30.00 us"
     assert shelf.notes[tiles.TRIED[2].name].startswith("skipped: differs")
+    assert shelf.notes[tiles.TRIED[3].name] == "slower: 25.00 us, ours 20.00 us"
 
 
 def test_who_compiles_ahead_meets_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +153,8 @@ def test_who_compiles_ahead_meets_every_way(monkeypatch: pytest.MonkeyPatch) -> 
     made(w, with_outputs(w, tensors(w)))
     middle = {(c["N"] > 0, c["EARLY"]) for name, c in launched if name == "middle_kernel"}
     assert middle == {(False, False), (False, True), (True, True)}
-    assert {"norm_kernel", "ends_kernel", "linear_kernel"} <= {name for name, _ in launched}
+    also = {"norm_kernel", "ends_kernel", "linear_kernel", "group_kernel", "grouped_down_kernel"}
+    assert also <= {name for name, _ in launched}
 
 
 def test_a_run_that_starts_later_reads_the_earlier_bank_rows() -> None:

@@ -29,5 +29,7 @@ def test_every_kernel_compiles_and_none_spills_much(rows: int) -> None:
     found = [json.loads(line) for line in said.splitlines()]
     names = {f["kernel"] for f in found}
     assert {"linear_kernel", "kda_kernel", "attention_kernel", "middle_kernel"} <= names
+    if rows > 1:
+        assert {"group_kernel", "grouped_up_kernel", "grouped_down_kernel"} <= names
     for f in found:
         assert f["spilled"] <= 256 and f["shared"] <= 227 << 10, f

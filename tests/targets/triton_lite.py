@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.targets import ptx_lite
+
 
 class Pointer:
     """Addresses in one tensor: an int or a tensor of element offsets."""
@@ -80,9 +82,32 @@ def store(p: Pointer, value: Any, mask: Any = None, **hints: Any) -> None:
 
 
 def dot(a: Tensor, b: Tensor, acc: Tensor | None = None, **hints: Any) -> Tensor:
-    assert a.dtype == b.dtype == torch.bfloat16 and min(*a.shape, *b.shape) >= 16
+    assert a.dtype == b.dtype == torch.bfloat16
+    assert min(*a.shape, b.shape[0]) >= 16 and b.shape[1] >= 8
     product = a.float() @ b.float()
     return product if acc is None else acc + product
+
+
+def atomic_add(p: Pointer, value: Any, mask: Any = None, **hints: Any) -> Tensor:
+    """One lane after the other; -1 for those that are masked off."""
+    at, inside = _resolved(p, mask)
+    flat, found = _storage(p.base), torch.full(at.shape, -1, dtype=p.base.dtype)
+    for lane in range(at.numel()):
+        if inside[lane]:
+            found[lane] = flat[at[lane]]
+            flat[at[lane]] += value
+    return found
+
+
+def inline_asm(
+    text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
+) -> tuple[Tensor, ...]:
+    """For int32 operands and results of BF16, two neighbours at a time: what the kernels have."""
+    assert pack == 2 and all(a.dtype == torch.int32 for a in args)
+    assert constraints.count("=") == len(dtype) and set(dtype) == {torch.bfloat16}
+    registers = [a[..., i::2] for a in args for i in range(2)]
+    found = ptx_lite.run(text, registers, len(dtype))
+    return tuple(ptx_lite.halves(x).reshape(args[0].shape) for x in found)
 
 
 def _where(mask: Any, a: Any, b: Any) -> Tensor:
@@ -140,6 +165,10 @@ def _language() -> types.ModuleType:
     tl.exp, tl.sqrt = torch.exp, torch.sqrt
     tl.trans, tl.reshape = (lambda x: x.T), (lambda x, shape: x.reshape(shape))
     tl.static_range = range
+    tl.atomic_add, tl.inline_asm_elementwise = atomic_add, inline_asm
+    tl.cumsum = lambda x, axis: torch.cumsum(x, axis).to(x.dtype)
+    tl.broadcast_to = lambda x, shape: x.broadcast_to(shape)
+    tl.debug_barrier = lambda: None
     for name, dtype in (
         ("float32", torch.float32),
         ("bfloat16", torch.bfloat16),

@@ -100,9 +100,7 @@ class NcclBaseline:
             launch()
 
 
-def _made(
-    rank: Rank, what: Callable[[int], Launch | list[Launch]], i: int
-) -> list[Launch]:
+def _made(rank: Rank, what: Callable[[int], Launch | list[Launch]], i: int) -> list[Launch]:
     with rank.on():
         found = what(i)
     return found if isinstance(found, list) else [found]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from targets.kimi_k3.baseline import libraries, tiles
+from targets.kimi_k3.baseline.grouped import GroupedExperts
 from targets.kimi_k3.baseline.kernels import experts
 from targets.kimi_k3.baseline.tiles import Way, cdiv
 from targets.kimi_k3.maths.layer import Layer
@@ -51,6 +52,7 @@ class RoutedExperts:
 
     def __init__(self, maker: Launcher) -> None:
         self.maker = maker
+        self.by_expert = GroupedExperts(maker)
         self.way: Way | None = None
 
     def __call__(self, layer: Layer, r: Routed, shared: Shared) -> list[Launch]:
@@ -91,11 +93,15 @@ class RoutedExperts:
 
     def _halves(self, layer: Layer, r: Routed, how: tuple[Shared, Way]) -> list[Launch]:
         shared, way = how
-        first = [self._middle(layer, r, how)]
+        if way.grouped:
+            by = self.by_expert
+            first, last = [by.group(r), by.up(layer)], [by.down(layer), by.combine(layer, r)]
+        else:
+            first, last = [self._middle(layer, r, how)], [self._down(layer, r)]
         if way.apart:
             operands = (shared.x, shared.w, shared.y)
             first.append(self.maker.linear("shared_down", operands, shared.ends))
-        return [*first, self._down(layer, r)]
+        return [*first, *last]
 
     def _hidden(self) -> Tensor:
         s, m = self.maker.shape.sizes, self.maker.m

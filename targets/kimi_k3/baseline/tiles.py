@@ -66,20 +66,29 @@ def style(mp: int) -> Style:
 @dataclass(frozen=True)
 class Way:
     """How the experts' first half runs. `apart`: in a launch of its own, not in one with the shared expert's second
-    half, whose tensor cores want shared memory with several rows. `early`: a tile is loaded while one is multiplied."""
+    half, whose tensor cores want shared memory with several rows. `early`: a tile is loaded while one is multiplied.
+    `grouped`: both halves by expert instead of by pair (`grouped.py`), always apart."""
 
     apart: bool = False
     early: bool = True
+    grouped: bool = False
 
     @property
     def name(self) -> str:
+        if self.grouped:
+            return "pairs grouped by expert"
         beside = "apart from" if self.apart else "beside"
         return f"experts {beside} the shared one, {'early' if self.early else 'plain'} loads"
 
 
 WAYS: dict[int, tuple[Way, ...]] = {1: (Way(),)}
 """Padded rows -> ways to choose from, where that is settled. One row was measured in the whole step."""
-TRIED = (Way(apart=True, early=False), Way(apart=True), Way())
+TRIED = (
+    Way(apart=True, early=False),
+    Way(apart=True),
+    Way(),
+    Way(apart=True, early=False, grouped=True),
+)
 """For several rows the device decides when a plan is made; the first where nothing can be measured. On an H200, M = 64
 took 5704 us a step with the first and 7504 with the last, both with other differences beside this one."""
 
@@ -98,7 +107,14 @@ FIXED = {
     "join": Tile(32, 16, 8),
     "up": Tile(8, 64, 4),
     "down": Tile(4, 16, 4),
+    "group": Tile(1, 1, 16),
+    "grouped_up": Tile(64, 32, 4),
+    "grouped_down": Tile(64, 512, 2),
+    "combine": Tile(256, 1, 4),
 }
+PAIRS = 8
+"""Pairs of one expert that are multiplied at a time: with 16 of 896 experts for each of 64 rows it has two on average.
+"""
 
 
 def cdiv(a: int, b: int) -> int:
