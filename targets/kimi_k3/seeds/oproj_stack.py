@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.allreduce_attn_res import check
 from targets.kimi_k3.seeds.common import divisor_below, smem
+from targets.kimi_k3.seeds.parity import post_word
 from targets.kimi_k3.seeds.stack_parts import (
     BANK,
     FIELDS,
@@ -117,7 +118,8 @@ def open_cta(layers: tuple, boxes: Boxes, op: cutlass.Constexpr):
         smem(Uint32, (op.rows * (op.k // 2 + 4),), (1,)), smem(Float32, (op.split * op.rows * op.width,), (1,)),
         smem(Float32, (op.rows,), (1,)), boxes.own.iterator.toint(),
         boxes.peer.iterator.toint(), boxes.scores.iterator.toint(), boxes.squares.iterator.toint(),
-        boxes.mixed.iterator.toint(), Uint32(boxes.epochs[0] + 1),
+        boxes.mixed.iterator.toint(),
+        Uint32(cute.arch.load(boxes.epochs.iterator, Int32, sem="relaxed", scope="gpu") + 1),
     )  # fmt: skip
     if tid == 0:
         for g in cutlass.range_constexpr(op.per):
@@ -143,7 +145,7 @@ def stack_kernel(layers: tuple, ends: tuple, boxes: Boxes, op: cutlass.Constexpr
         consume(c, cta, tuple(x.iterator.toint() for x in ends), op)
         if cta == 0 and c.warp == 0 and c.lane == 0:
             # every CTA has posted by now, so every CTA has read the number
-            boxes.epochs[0] = Int32(c.flag)
+            post_word(boxes.epochs.iterator.toint(), c.flag)
 
 
 def stack_shape(dims, cfg):

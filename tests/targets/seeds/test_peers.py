@@ -128,7 +128,9 @@ MISTAKES = {
     "words of the step before are taken": (
         "    return (wrong & Uint32(BIT)) != Uint32(0)\n", "    return wrong > Uint32(0xFFFFFFFF)\n",
     ),
-    "the number of the step stays": ("boxes.epochs[0] = Int32(c.flag)", "boxes.epochs[0] = Int32(c.flag) - 1"),
+    "the number of the step stays": (
+        "post_word(boxes.epochs.iterator.toint(), c.flag)", "post_word(boxes.epochs.iterator.toint(), c.flag - 1)",
+    ),
     "the other rank's partial is not awaited": (
         "        while seen != flag:\n", "        while seen > Uint32(0xFFFFFFFE):\n",
     ),
