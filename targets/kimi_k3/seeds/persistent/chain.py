@@ -112,4 +112,6 @@ def shape(dims, cfg, rows=1):
         cfg.spin_limit,
         tiled,
         getattr(cfg, "in_flight", 0),
+        lead=getattr(cfg, "lead", 0),
+        lead_cycles=getattr(cfg, "lead_cycles", 0),
     )

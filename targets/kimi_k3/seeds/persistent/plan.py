@@ -17,6 +17,7 @@ class Op:
     jitter: delays of up to so many ns (a power of two) before some arrivals, to look for hangs; 0 but in soaks.
     hungry: while fewer stages than this are on their way or wait for the consumers, `in_flight` does not hold.
     pace: cycles from one stage that a producer asks for to the next, 0: none; slack: how many it may make up for.
+    lead: stages' worth that a waiting producer of tiles may ask L2 for, one every lead_cycles (`trickle`).
     idle: while MLA waits, memory brings o_proj (1), and the front of the FFN too (2), into L2, a little at a time.
     couples: pairs of rows in hand where a stage has many; then, where it has two, it is given back before its product.
     missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. kept: the
@@ -40,6 +41,8 @@ class Op:
     bank: bool = True
     pace: int = 0
     slack: int = 0
+    lead: int = 0
+    lead_cycles: int = 0
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0
