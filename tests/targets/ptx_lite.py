@@ -35,21 +35,11 @@ def permuted(a: Tensor, b: Tensor, select: Tensor) -> Tensor:
     return found
 
 
-def looked_up(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
-    """lop3: bit (4 a + 2 b + c) of the table, for each bit."""
-    found = torch.zeros_like(a)
-    for row in range(8):
-        if int(table) >> row & 1:
-            terms = [x if row >> s & 1 else ~x for x, s in ((a, 2), (b, 1), (c, 0))]
-            found |= terms[0] & terms[1] & terms[2]
-    return found & WORD
-
-
 INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "prmt.b32": permuted,
-    "lop3.b32": looked_up,
     "mad.lo.u32": lambda a, b, c: a * b + c & WORD,
     "shl.b32": lambda a, b: a << b & WORD,
+    "shr.u32": lambda a, b: a >> b,
     "and.b32": lambda a, b: a & b,
     "mul.bf16x2": lambda a, b: joined(halves(a).float() * halves(b).float()),
 }

@@ -1,7 +1,7 @@
 """The routed experts on MXFP4 weights for several rows: pairs (row, slot) of one expert share its codes.
 
-Codes are read as int32 words of eight. Nibble i of a word meets plane i of its operand (eight planes, as `experts` has
-them), so no code has to move: a word pair's equal nibbles are one register of BF16 values, scaled, for tensor cores.
+Codes are read as int32 words of eight and become BF16 values, scaled, for tensor cores: in pairs of one word, so their
+operands lie in eight planes in an order of their own (`column`).
 Operands are BF16 values times 2^60, weights times 2^-60: exact for scales of 2^-65 to 2^61. Pairs are grouped on the
 device; a launch has programs for the most tasks there may be, and those without one end.
 """
@@ -18,61 +18,51 @@ UNLIFT = tl.constexpr(2.0**-40)
 
 DECODE = tl.constexpr("""
 {
-.reg .b32 scale, low, high, bits;
-prmt.b32 bits, $10, $11, 0x5410;
-mad.lo.u32 scale, bits, 0x80, 0x21002100;
-prmt.b32 high, $8, $9, 0x4400;
-shl.b32 low, high, 4;
-shl.b32 bits, low, 2;
-and.b32 bits, bits, 0x01C001C0;
-lop3.b32 bits, low, 0x80008000, bits, 0xEA;
+.reg .b32 scale, moved, bytes, bits;
+mad.lo.u32 scale, $10, 0x00800080, 0x21002100;
+shr.u32 moved, $8, 2;
+prmt.b32 bytes, $8, moved, 0x5140;
+and.b32 bits, bytes, 0x02070207;
+shl.b32 bits, bits, 6;
 mul.bf16x2 $0, bits, scale;
-shl.b32 bits, high, 2;
-and.b32 bits, bits, 0x01C001C0;
-lop3.b32 bits, high, 0x80008000, bits, 0xEA;
+and.b32 bits, bytes, 0x20702070;
+shl.b32 bits, bits, 2;
 mul.bf16x2 $1, bits, scale;
-prmt.b32 high, $8, $9, 0x5511;
-shl.b32 low, high, 4;
-shl.b32 bits, low, 2;
-and.b32 bits, bits, 0x01C001C0;
-lop3.b32 bits, low, 0x80008000, bits, 0xEA;
+prmt.b32 bytes, $8, moved, 0x7362;
+and.b32 bits, bytes, 0x02070207;
+shl.b32 bits, bits, 6;
 mul.bf16x2 $2, bits, scale;
-shl.b32 bits, high, 2;
-and.b32 bits, bits, 0x01C001C0;
-lop3.b32 bits, high, 0x80008000, bits, 0xEA;
+and.b32 bits, bytes, 0x20702070;
+shl.b32 bits, bits, 2;
 mul.bf16x2 $3, bits, scale;
-prmt.b32 high, $8, $9, 0x6622;
-shl.b32 low, high, 4;
-shl.b32 bits, low, 2;
-and.b32 bits, bits, 0x01C001C0;
-lop3.b32 bits, low, 0x80008000, bits, 0xEA;
+mad.lo.u32 scale, $11, 0x00800080, 0x21002100;
+shr.u32 moved, $9, 2;
+prmt.b32 bytes, $9, moved, 0x5140;
+and.b32 bits, bytes, 0x02070207;
+shl.b32 bits, bits, 6;
 mul.bf16x2 $4, bits, scale;
-shl.b32 bits, high, 2;
-and.b32 bits, bits, 0x01C001C0;
-lop3.b32 bits, high, 0x80008000, bits, 0xEA;
+and.b32 bits, bytes, 0x20702070;
+shl.b32 bits, bits, 2;
 mul.bf16x2 $5, bits, scale;
-prmt.b32 high, $8, $9, 0x7733;
-shl.b32 low, high, 4;
-shl.b32 bits, low, 2;
-and.b32 bits, bits, 0x01C001C0;
-lop3.b32 bits, low, 0x80008000, bits, 0xEA;
+prmt.b32 bytes, $9, moved, 0x7362;
+and.b32 bits, bytes, 0x02070207;
+shl.b32 bits, bits, 6;
 mul.bf16x2 $6, bits, scale;
-shl.b32 bits, high, 2;
-and.b32 bits, bits, 0x01C001C0;
-lop3.b32 bits, high, 0x80008000, bits, 0xEA;
+and.b32 bits, bytes, 0x20702070;
+shl.b32 bits, bits, 2;
 mul.bf16x2 $7, bits, scale;
 }
 """)
-"""Two words $8, $9 and their groups' scale bytes $10, $11 -> nibble i of both as BF16 pair $i. A byte of each word is
-put twice into a half; then sign and other bits of both its nibbles are left shifts and masks away from BF16's places.
-"""
+"""Two neighbouring words $8, $9 and their groups' scale bytes $10, $11 -> BF16 pairs: nibbles 0 and 2, 1 and 3, 4 and
+6, 5 and 7 of the first as $0 .. $3, of the second as $4 .. $7. A byte, and above it the same one moved by two bits, make
+a half in which sign and other bits of both nibbles lie as far apart as in BF16."""
 REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
 
 
 @triton.jit
 def planes(words, scales):
-    """Nibbles 0..7 of i32 words [BN, BW], each times 2^(its scale byte - 187), as eight bf16 [BN, BW]; scales u8
-    [BN, BW / 4]."""
+    """i32 words [BN, BW] as eight bf16 [BN, BW] in the order of `column`, each code times 2^(its scale byte - 187);
+    scales u8 [BN, BW / 4]. Triton gives an invocation two neighbours of a row."""
     wide: tl.constexpr = [words.shape[0], words.shape[1] // 4, 4]
     by = tl.broadcast_to(scales.to(tl.int32)[:, :, None], wide)
     return tl.inline_asm_elementwise(
@@ -83,13 +73,27 @@ def planes(words, scales):
 
 
 @triton.jit
+def column(plane, entry):
+    """(word, nibble) whose code is `entry` of `plane`: what DECODE leaves where."""
+    return entry // 2 * 2 + plane // 4, plane // 2 % 2 * 4 + entry % 2 * 2 + plane % 2
+
+
+@triton.jit
+def place_of(n, WORDS: tl.constexpr):
+    """Where column n lies in eight planes of WORDS entries: the inverse of `column`."""
+    plane = n // 8 % 2 * 4 + n // 4 % 2 * 2 + n % 2
+    return plane * WORDS + n // 16 * 2 + n // 2 % 2
+
+
+@triton.jit
 def group_kernel(
     ids, latent, tasks, count, members, values,
     M: tl.constexpr, TOPK: tl.constexpr, PP: tl.constexpr, EXPERTS: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """members i32 [EXPERTS, M]: each expert's pairs, in no order, count of them; tasks i32: how many, then for each
-    where its first of up to N members lies. Also values bf16 [M, K] = latent f32 from SHIFT to LIFT.
+    where its first of up to N members lies. Also values bf16 [M, K] in the order of `column` = latent f32 [M, 8 planes
+    of K / 8], nibble i in plane i, from SHIFT to LIFT.
 
     Grid (1 + M): one program groups, the others convert a row each.
     """
@@ -110,9 +114,10 @@ def group_kernel(
         tl.store(tasks, tl.max(number, 0))
     else:
         c = tl.arange(0, KP)
-        at = (pid - 1) * K + c
-        v = tl.load(latent + at, mask=c < K, other=0.0)
-        tl.store(values + at, (v * UNLIFT).to(tl.bfloat16), mask=c < K)
+        row = (pid - 1) * K
+        word, nibble = column(c // (K // 8), c % (K // 8))
+        v = tl.load(latent + row + nibble * (K // 8) + word, mask=c < K, other=0.0)
+        tl.store(values + row + c, (v * UNLIFT).to(tl.bfloat16), mask=c < K)
 
 
 @triton.jit
@@ -146,7 +151,7 @@ def grouped_up_kernel(
     M: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden bf16 [M TOPK, 8 planes of ROWS / 8] = bf(SiTU(w1 l, w3 l)) LIFT; values bf16 [M, 8 planes of K / 8].
+    """hidden bf16 [M TOPK, ROWS] = bf(SiTU(w1 l, w3 l)) LIFT; values bf16 [M, K]; columns of both as `column` has them.
 
     Grid (M * TOPK * ROWS / BN): BN rows of both matrices of one task.
     """
@@ -193,7 +198,7 @@ def grouped_up_kernel(
         v = operand(values, m, there, k, 7, WORDS, BW)
         gate = tl.dot(a7, v, gate)
         up = tl.dot(b7, v, up)
-    to = hidden + pair[None, :] * ROWS + (n % 8 * (ROWS // 8) + n // 8)[:, None]
+    to = hidden + pair[None, :] * ROWS + place_of(n, ROWS // 8)[:, None]
     lifted = (bf(situ(gate, up)) * LIFT).to(tl.bfloat16)
     tl.store(to, lifted, mask=there[None, :] & (n < ROWS)[:, None])
 
