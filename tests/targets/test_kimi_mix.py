@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from targets.kimi_k3 import disturb
+from targets.kimi_k3.maths import mxfp4
 from targets.reference import Tensors
 from tests.targets import triton_lite
 from tests.targets.kimi import PARTS, rel, run, tensors, workload
@@ -192,6 +193,49 @@ def test_every_code_and_a_tie_are_exact() -> None:
     values = torch.stack([common.decode(word, i) for i in range(8)], -1).double() * 2.0**126
     positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     assert values[0].tolist() == positive and values[1].tolist() == [-v for v in positive]
+
+
+def test_codes_for_tensor_cores_are_exact_and_lie_where_their_operands_do() -> None:
+    grouped = module("kernels.grouped")
+    words = torch.randint(-(1 << 31), 1 << 31, (8, 32), generator=torch.manual_seed(1)).int()
+    scales = torch.tensor([[62, 90, 119, 126, 127, 128, 140, 188]] * 8, dtype=torch.uint8)
+    codes = words.view(torch.uint8)
+    expected = mxfp4.dequantise(codes, scales, torch.float64)
+    found = torch.full_like(expected, torch.nan)
+    for plane, values in enumerate(grouped.planes(words, scales)):
+        word, nibble = grouped.column(torch.full((32,), plane), torch.arange(32))
+        found[:, 8 * word + nibble] = values.double() * 2.0**60
+    assert torch.equal(found, expected)
+    at = grouped.place_of(torch.arange(256), 32)
+    word, nibble = grouped.column(at // 32, at % 32)
+    assert torch.equal(8 * word + nibble, torch.arange(256))
+
+
+def test_pairs_of_an_expert_are_together_and_a_crowd_is_cut() -> None:
+    """Eleven of twelve rows want expert 3; four have a second one, 0."""
+    grouped = module("kernels.grouped")
+    wanted = [[3, 0]] * 4 + [[3, 5]] * 3 + [[3, 7]] * 4 + [[6, 7]]
+    ids = torch.tensor(wanted, dtype=torch.int32)
+    m, experts = len(wanted), 8
+    tasks, count, members = (
+        torch.full(n, 99, dtype=torch.int32) for n in ((1 + 2 * m,), (experts,), (experts, m))
+    )
+    latent, values = torch.ones(m, 32) * 2.0**100, torch.zeros(m, 32, dtype=torch.bfloat16)
+    grouped.group_kernel[(1 + m,)](
+        ids, latent, tasks, count, members, values,
+        M=m, TOPK=2, PP=32, EXPERTS=experts, EP=8, K=32, KP=32, N=8, PDL=False,
+    )  # fmt: skip
+    found: dict[int, list[int]] = {}
+    for first in tasks[1 : 1 + int(tasks[0])].tolist():
+        expert, at = divmod(first, m)
+        most = min(8, int(count[expert]) - at)
+        assert at % 8 == 0 and most > 0
+        found.setdefault(expert, []).extend(members[expert, at : at + most].tolist())
+    flat = ids.flatten().tolist()
+    assert {e: sorted(p) for e, p in found.items()} == {
+        e: [i for i, x in enumerate(flat) if x == e] for e in set(flat)
+    }
+    assert int(tasks[0]) == 6 and (values == 2.0**60).all()
 
 
 def test_a_layer_has_about_a_dozen_launches() -> None:

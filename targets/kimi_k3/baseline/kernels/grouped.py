@@ -54,8 +54,8 @@ mul.bf16x2 $7, bits, scale;
 }
 """)
 """Two neighbouring words $8, $9 and their groups' scale bytes $10, $11 -> BF16 pairs: nibbles 0 and 2, 1 and 3, 4 and
-6, 5 and 7 of the first as $0 .. $3, of the second as $4 .. $7. A byte, and above it the same one moved by two bits, make
-a half in which sign and other bits of both nibbles lie as far apart as in BF16."""
+6, 5 and 7 of the first as $0 .. $3, of the second as $4 .. $7. A byte, and above it the same one moved by two bits,
+make a half in which sign and other bits of both nibbles lie as far apart as in BF16."""
 REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
 
 
