@@ -211,6 +211,13 @@ def test_codes_for_tensor_cores_are_exact_and_lie_where_their_operands_do() -> N
     assert torch.equal(8 * word + nibble, torch.arange(256))
 
 
+def test_experts_selected_by_row_are_those_that_counting_selects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module("tiles"), "BY_ROW", {16})
+    follow(workload("latent-moe", "tiny-tp2", rows=2, layers=1), 1)
+
+
 def test_pairs_of_an_expert_are_together_and_a_crowd_is_cut() -> None:
     """Eleven of twelve rows want expert 3; four have a second one, 0."""
     grouped = module("kernels.grouped")

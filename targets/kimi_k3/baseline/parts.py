@@ -181,12 +181,15 @@ class Maker(Launcher):
 
         return [product, self._select(layer, logits, out)]
 
-    def _select(self, layer: Layer, logits: Tensor, out: tuple[Tensor, Tensor]) -> Launch:
+    def _select(
+        self, layer: Layer, logits: Tensor, out: tuple[Tensor, Tensor], raw: bool = False
+    ) -> Launch:
         s = self.shape.sizes
         remote = layer.remote.get("logits", logits)
         return self.launch(
             rows.select_kernel, (self.m,), (logits, remote, layer.weights["router_bias"], *out), self.fixed("select"),
             EXPERTS=s.experts, OWN=logits.shape[1], BLOCK=power(s.experts), TOPK=s.topk, TP=power(s.topk),
+            RAW=raw,
         )  # fmt: skip
 
     def _front(self, layer: Layer, x: Tensor, made: tuple[Tensor, Tensor, Tensor]) -> Launch:
@@ -233,6 +236,8 @@ class Maker(Launcher):
         ]
 
     def _rank(self, layer: Layer, logits: Tensor, out: tuple[Tensor, Tensor]) -> Launch:
+        if tiles.by_row(self.mp):
+            return self._select(layer, logits, out, raw=True)
         s, t = self.shape.sizes, self.fixed("rank")
         ahead = self.ahead(layer.weights["shared_down"], logits)
         remote = layer.remote.get("logits", logits)

@@ -97,6 +97,14 @@ def ways(mp: int) -> tuple[Way, ...]:
     return WAYS.get(mp, TRIED)
 
 
+BY_ROW: set[int] = set()
+"""Padded rows with which one program selects a row's experts, one after the other, instead of many that count."""
+
+
+def by_row(mp: int) -> bool:
+    return mp in BY_ROW
+
+
 FIXED = {
     "attn_res": Tile(1, 1, 16),
     "select": Tile(1, 1, 4),

@@ -100,9 +100,10 @@ def norm_kernel(
 def select_kernel(
     logits, remote, bias, ids, weights,
     EXPERTS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, TP: tl.constexpr,
-    PDL: tl.constexpr,
+    RAW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ids i32 [M, TOPK] by descending sg(logit) + bias, ties to the lower id, NaN last; weights bf16 from the scores.
+    """ids i32 [M, TOPK] by descending sg(logit) + bias, ties to the lower id, NaN last; weights bf16 from the scores,
+    with RAW f32 scores sg(logit) instead.
 
     Score and id share a 64-bit key, so that each maximum is one reduction. Grid (M).
     """
@@ -121,9 +122,12 @@ def select_kernel(
         chosen = tl.where(lane == rank, expert, chosen)
         score = tl.where(lane == rank, tl.sum(tl.where(mine, s, 0.0), 0), score)
         key = tl.where(mine, -9223372036854775807, key)
-    share = score / (tl.sum(score, 0) + 1e-20)
     tl.store(ids + m * TOPK + lane, chosen, mask=lane < TOPK)
-    tl.store(weights + m * TOPK + lane, share.to(tl.bfloat16), mask=lane < TOPK)
+    if RAW:
+        tl.store(weights + m * TOPK + lane, score, mask=lane < TOPK)
+    else:
+        share = score / (tl.sum(score, 0) + 1e-20)
+        tl.store(weights + m * TOPK + lane, share.to(tl.bfloat16), mask=lane < TOPK)
 
 
 @triton.jit
