@@ -183,13 +183,14 @@ class _Trial:
             return self.bench.compiler.compile(_job(self.bench, self.p, source))
 
     def _judged(self, outcome: CompileOutcome, tier: Tier) -> Verdict:
+        """Without baselines: they cost most of the time at the higher tiers, and no verdict here rests on them."""
         assert outcome.artifact is not None
         w = find(self.p.target).workload(self.p.options)
         asked = None if self.bench.kind == "cpu" else BASE_S
         job = JudgeJob(
             artifact=outcome.artifact, target=self.p.target, options=options_json(w.options), device=self.bench.device,
             tier=tier, seed=self.seed, deadline_s=deadline(tier, asked, self.bench.device),
-            compile_isolation=outcome.isolation,
+            compile_isolation=outcome.isolation, baselines=(),
         )  # fmt: skip
         judge = self.judges.get()
         try:

@@ -80,6 +80,7 @@ class Judge:
         self.asked: list[JudgeJob] = []
 
     def judge(self, job: JudgeJob) -> Verdict:
+        assert job.baselines == ()
         self.asked.append(job)
         seed = job.artifact.name == "seed"
         error = self.errors[1 if seed else 0] * 0.01
