@@ -29,7 +29,7 @@ RULES = {
     "writable-global": "module state survives from launch to launch, outside the declared workspace",
     "clock": "clock registers let a kernel see that it is timed; timing is the judge's",
     "spin-not-cooperative": "blocks that wait for each other need the cooperative attribute, or part of the grid may "
-    "never become resident; a programmatic launch (PDL), which cannot have it, must fit on the device whole",
+    "never become resident; a programmatic launch (PDL) may do without if its grid fits on the device whole",
     "stale-poll": "a polling loop without an L1 invalidation before the next barrier reads stale lines afterwards",
     "ring-no-hint": "bulk copies of weights without an L2 cache hint evict the activations",
     "hot-loop-size": "a loop larger than the instruction cache stalls on fetches",

@@ -116,7 +116,7 @@ def test_a_spin_needs_the_cooperative_attribute() -> None:
     assert rules(text, "k", cooperative=True) == set()
     assert rules(text, "k", grid=1) == set()
     assert rules(HEAD + kernel("k", 0), "k") == set()
-    # a programmatic launch cannot have the attribute: the device asks that it fits whole
+    # a programmatic launch may do without the attribute: the device asks that it fits whole
     (launch,) = plan(text, "k", pdl=True).launches
     assert rules(text, "k", pdl=True) == set() and must_fit(launch, polls(text))
     (launch,) = plan(text, "k", pdl=True).launches

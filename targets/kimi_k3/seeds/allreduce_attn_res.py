@@ -213,7 +213,7 @@ def reduced_mix(
 ):
     """One launch of the receiving kernel. Its CTAs wait, so all must come to be resident. With programmatic launches,
     up to eight rows, they are so few that they fit at once: the launches before end without them, and the launch after
-    begins only when all have begun. Else the grid is cooperative, which may not start early."""
+    begins only when all have begun. Else the grid is cooperative."""
     rows = mix.y.shape[0]
     op = receive_shape(mix, cfg)
     if cutlass.const_expr(rows <= 8 and op.mix.pdl):
