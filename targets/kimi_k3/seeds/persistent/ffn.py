@@ -9,7 +9,7 @@ or both halves of it.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Int32, Int64
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.persistent.boxes import post, turn_of
@@ -22,7 +22,7 @@ from targets.kimi_k3.seeds.persistent.moe_experts import experts_down, experts_u
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_down, fill_up
 from targets.kimi_k3.seeds.persistent.moe_route import choose, load_bias
 from targets.kimi_k3.seeds.persistent.products import drain_wide, gathered
-from targets.kimi_k3.seeds.persistent.ring import bring, bulk, stage_free
+from targets.kimi_k3.seeds.persistent.ring import await_ahead, bring, bulk, fill, stage_free
 from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.units import (
     ask_latent,
@@ -41,7 +41,7 @@ def fill_two(c: Ctx, it: Int32, one: tuple, two: tuple, op: cutlass.Constexpr):
     (address, rows)."""
     g = op.wide
     for first in cutlass.range(0, one[1] + two[1], g.chunk, unroll=1):
-        slot = stage_free(c, it, op)
+        slot = stage_free(c, it, op, Int32(-1))
         left = one[1] + two[1] - first
         n = left if left < g.chunk else Int32(g.chunk)
         a = one[1] - first if one[1] > first else Int32(0)
@@ -57,6 +57,14 @@ def fill_two(c: Ctx, it: Int32, one: tuple, two: tuple, op: cutlass.Constexpr):
 
 
 @cute.jit
+def await_routing(c: Ctx, routing: Int32, op: cutlass.Constexpr):
+    if cutlass.const_expr(op.lead > 0):
+        await_ahead(c, c.routed, routing & 1, Int32(-1), op)
+    else:
+        cute.arch.mbarrier_wait(c.routed, routing & 1)
+
+
+@cute.jit
 def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Constexpr):
     """All of one FFN; waits for the routing, number `routing` of the launch, before the routed experts."""
     d = op.d
@@ -66,13 +74,18 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
     router = (field(c, layer, F["router"], COUNT) + Int64(first) * row, Int32(n))
     first, n = share(d.latent_rows, c.cta, op.ctas)
     latent = (field(c, layer, F["latent_down"], COUNT) + Int64(first) * row, Int32(n))
-    it = fill_two(c, it, router, latent, op)
+    if cutlass.const_expr(op.router_first):
+        for part in cutlass.range(2, unroll=1):
+            source = router[0] if part == 0 else latent[0]
+            it = fill(c, it, source, router[1] if part == 0 else latent[1], op.wide, op)
+    else:
+        it = fill_two(c, it, router, latent, op)
     if cutlass.const_expr(op.units and op.shared_first):
         for part in cutlass.range(4, unroll=1):
             which = 6 + part if part < 2 else 11 - part
             if part == 3:
                 timeline.mark(c.brought, "routing", layer, kind="wait")
-                cute.arch.mbarrier_wait(c.routed, routing & 1)
+                await_routing(c, routing, op)
                 timeline.mark(c.brought, "bring experts", layer)
                 it = fill_experts(c, layer, it, op)
                 it = fill_down(c, layer, it, op)
@@ -82,7 +95,7 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
             it = bring(c, layer, it, 6 + part, op)
             if part == 0:
                 timeline.mark(c.brought, "routing", layer, kind="wait")
-                cute.arch.mbarrier_wait(c.routed, routing & 1)
+                await_routing(c, routing, op)
                 timeline.mark(c.brought, "bring experts", layer)
                 if cutlass.const_expr(op.units):
                     it = fill_experts(c, layer, it, op)
@@ -96,17 +109,23 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
 
 # ---- consumers
 @cute.jit
-def post_front(c: Ctx, layer: Int32, pairs: Boolean, turn: Int32, op: cutlass.Constexpr):
-    """This CTA's logits and latent, or its elements of the shared expert's hidden vector."""
+def post_front(c: Ctx, layer: Int32, part: Int32, turn: Int32, op: cutlass.Constexpr):
+    """This CTA's logits and latent (with `router_first` the latent is a part of its own), or its elements of the shared
+    expert's hidden vector; parts lie in `c.part` one behind the other."""
     d, width = op.d, op.wide.width
     first_r, n_r = share(d.router_rows, c.cta, op.ctas)
     first_l, n_l = share(d.latent_rows, c.cta, op.ctas)
     first_s, n_s = share(d.shared_dim, c.cta, op.ctas)
-    n = n_s if pairs else n_r + n_l
-    for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        if pairs:
-            post(c, "hs", turn, first_s + i, situ_pair(c, 2 * i, width), op)
+    start, n = Int32(0), n_r + n_l
+    if cutlass.const_expr(op.router_first):
+        start, n = (Int32(0), n_r) if part == 0 else (n_r, n_l)
+    if part == op.fronts - 1:
+        start, n = n_r + n_l, n_s
+    for k in cutlass.range(c.tid, n, op.threads, unroll=1):
+        if part == op.fronts - 1:
+            post(c, "hs", turn, first_s + k, situ_pair(c, start + 2 * k, width), op)
         else:
+            i = start + k
             x = gathered(c, i, width)
             if i < n_r:
                 post(c, "logits", turn, first_r + i, x, op)
@@ -134,11 +153,16 @@ def ffn(
     _, n_r = share(op.d.router_rows, c.cta, op.ctas)
     _, n_l = share(op.d.latent_rows, c.cta, op.ctas)
     _, n_s = share(op.d.shared_dim, c.cta, op.ctas)
-    for part in cutlass.range(2, unroll=1):
+    for part in cutlass.range(op.fronts, unroll=1):
         timeline.mark(c.track, "front", layer)
-        it = drain_wide(c, it, n_s if part == 1 else n_r + n_l, part == 1, Int32(0), rX, op)
+        start, n = Int32(0), n_r + n_l
+        if cutlass.const_expr(op.router_first):
+            start, n = (Int32(0), n_r) if part == 0 else (n_r, n_l)
+        if part == op.fronts - 1:
+            start, n = n_r + n_l, n_s
+        it = drain_wide(c, it, n, part == op.fronts - 1, start, rX, op)
         consumers(op)
-        post_front(c, layer, part == 1, turn, op)
+        post_front(c, layer, part, turn, op)
         if part == 0:
             hint(c, op, ROUTE)
             if cutlass.const_expr(op.units):

@@ -65,7 +65,7 @@ def fill_down(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     first, n = share(d.latent, c.cta, op.ctas, g.unit)
     piece = op.down_rows * (g.code_bytes + g.scale_bytes)
     for start in cutlass.range(0, d.topk, op.down_slots, unroll=1):
-        s = stage_free(c, it, op)
+        s = stage_free(c, it, op, Int32(-1))
         many = d.topk - start if d.topk - start < op.down_slots else Int32(op.down_slots)
         cute.arch.mbarrier_arrive_and_expect_tx(
             c.full + s, many * n * (g.code_bytes + g.scale_bytes)

@@ -16,8 +16,9 @@ class Op:
     many stages may be on their way at once, 0 for the whole ring.
     jitter: delays of up to so many ns (a power of two) before some arrivals, to look for hangs; 0 but in soaks.
     hungry: while fewer stages than this are on their way or wait for the consumers, `in_flight` does not hold.
-    pace: cycles from one stage that a producer asks for to the next, 0: none; slack: how many it may make up for.
-    lead: stages' worth that a waiting producer of tiles may ask L2 for, one every lead_cycles (`trickle`).
+    burst: as `in_flight`, of a layer's first matrix behind what the ring holds of it; 0: as `in_flight`.
+    lead: stages' worth that a producer with nothing else to do may ask L2 for: of tiles, one every lead_pause
+    (`trickle`); of the decode step, of the next layer's first matrix, one every lead_ns (`ring.await_ahead`).
     idle: while MLA waits, memory brings o_proj (1), and the front of the FFN too (2), into L2, a little at a time.
     couples: pairs of rows in hand where a stage has many; then, where it has two, it is given back before its product.
     missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. kept: the
@@ -39,10 +40,10 @@ class Op:
     couples: int = 1
     idle: int = 0
     bank: bool = True
-    pace: int = 0
-    slack: int = 0
+    burst: int = 0
     lead: int = 0
-    lead_cycles: int = 0
+    lead_pause: int = 0
+    lead_ns: int = 1000
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0

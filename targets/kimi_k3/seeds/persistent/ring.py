@@ -7,11 +7,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from targets.kimi_k3.seeds.persistent.device import Ctx
-from targets.kimi_k3.seeds.persistent.fields import COUNT
+from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_MLA, F
 
 EVICT_FIRST = 0x12F0000000000000
-PACER = 4
-"""Where a paced producer keeps when it may ask again: so many mbarriers behind `routed`."""
+GOAL, ASKED = 158, 159
+"""Where in `Ctx.list` a producer keeps the layer whose first matrix L2 is asked for, and how many stages of it were."""
 
 
 @cute.jit
@@ -30,35 +30,50 @@ def passed(bar: Any, parity: Int32, patience: cutlass.Constexpr = 0):
 
 
 @cute.jit
-def pace(c: Ctx, it: Int32, op: cutlass.Constexpr):
-    """Waits until the next stage is due, `op.pace` cycles behind the one before; who was held up (by a full ring, the
-    routing) may make up for `op.slack` cycles of it.
-
-    Bytes asked for faster than memory brings them queue, before an edge's loads too, and the SMs nearest to memory take
-    more than their share; one stage at a time leaves memory idle for as long as a stage travels.
-    """
-    if cutlass.const_expr(getattr(op, "pace", 0) > 0):
-        pointer = cute.recast_ptr(c.full + 2 * op.stages + PACER, dtype=Int32)
-        due = cute.make_tensor(pointer, cute.make_layout((1,)))
-        now = Int32(cute.arch.clock())
-        when = due[0] if it > 0 else now
-        while now - when < 0:
-            now = Int32(cute.arch.clock())
-        late = now - when
-        due[0] = now - (late if late < op.slack else Int32(op.slack)) + op.pace
+def ask_ahead(c: Ctx, here: Int32, op: cutlass.Constexpr):
+    """One more stage of the first matrix of layer `c.list[GOAL]` into L2, behind what the ring itself will hold of it,
+    `op.lead` at most. here: the stage of that matrix that is being asked for, or less than zero."""
+    layer, asked = c.list[GOAL], c.list[ASKED]
+    if asked + op.stages <= here:
+        asked = here + 1 - op.stages
+    if layer < op.d.layers and asked < op.lead:
+        what = Int32(c.tab[layer * COUNT + F["kind"]])
+        part = Int32(2) if what & IS_MLA != 0 else Int32(0)
+        row = cute.make_tensor(c.list.iterator + part * 6, cute.make_layout((6,)))
+        first = (asked + op.stages) * row[4]
+        n = row[2] - first if row[2] - first < row[4] else row[4]
+        start = c.tab[layer * COUNT + row[0]] + Int64(row[1]) + Int64(first) * row[3]
+        to_l2(start, n * row[3])
+        asked += 1
+    c.list[ASKED] = asked
 
 
 @cute.jit
-def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr):
+def await_ahead(c: Ctx, bar: Any, parity: Int32, here: Int32, op: cutlass.Constexpr):
+    """Waits for an mbarrier; meanwhile memory, which has nothing to do for this SM, brings into L2 what comes later, no
+    faster than a stage every `op.lead_ns`, so that it stands in nobody's way."""
+    ready = passed(bar, parity, op.lead_ns)
+    while ready == 0:
+        ask_ahead(c, here, op)
+        ready = passed(bar, parity, op.lead_ns)
+
+
+@cute.jit
+def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
     """Slot of stage number `it`, once its last use is over and few enough stages are on their way.
 
     What is on its way queues before everything else in the memory system: with a whole ring of 200 KB a CTA an edge
     takes 3 us instead of 0.6. But consumers that find nothing in the ring wait for one stage after another, the longer
     the slower their SM is: while fewer than `hungry` stages are on their way or there, the next one waits for none.
+    here: which stage of a layer's first matrix it is, or less than zero, in the decode step. Who asks for more of that
+    matrix than the ring holds has consumers that are at it and wait for nothing else: `burst` stages may travel then.
     """
     slot = it % op.stages
     if it >= op.stages:
-        cute.arch.mbarrier_wait(c.empty + slot, (it // op.stages - 1) & 1)
+        if cutlass.const_expr(here is not None and op.lead > 0):
+            await_ahead(c, c.empty + slot, (it // op.stages - 1) & 1, here, op)
+        else:
+            cute.arch.mbarrier_wait(c.empty + slot, (it // op.stages - 1) & 1)
     if cutlass.const_expr(0 < op.in_flight < getattr(op, "hungry", 0) <= op.stages):
         near, far = it - op.in_flight, it - op.hungry
         if far >= 0:
@@ -69,9 +84,10 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr):
                     ready = passed(c.empty + far % op.stages, (far // op.stages) & 1)
     elif cutlass.const_expr(0 < op.in_flight < op.stages):
         before = it - op.in_flight
+        if cutlass.const_expr(here is not None and op.burst > 0):
+            before = it - op.burst if here >= op.stages else before
         if before >= 0:
             cute.arch.mbarrier_wait(c.full + before % op.stages, (before // op.stages) & 1)
-    pace(c, it, op)
     return slot
 
 
@@ -140,7 +156,8 @@ def bring(c: Ctx, layer: Int32, it: Int32, part: Int32, op: cutlass.Constexpr):
     source = c.tab[layer * COUNT + row[0]] + Int64(row[1])
     rows, row_bytes, chunk, apart = row[2], row[3], row[4], row[5]
     for first in cutlass.range(0, rows, chunk, unroll=1):
-        slot = stage_free(c, it, op)
+        here = first // chunk if part == 0 or part == 2 else Int32(-1)
+        slot = stage_free(c, it, op, here)
         n = rows - first if rows - first < chunk else chunk
         start = source + Int64(first) * row_bytes
         size = n * row_bytes

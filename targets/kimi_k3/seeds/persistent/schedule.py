@@ -136,12 +136,18 @@ def _dense(op: Op, cta: int, n: int, out: Lists, edge: int) -> int:
 
 def _moe(op: Op, cta: int, n: int, out: Lists, edge: int, routed: int) -> int:
     d = op.d
-    # router and latent as one matrix: rows of a CTA follow those of the CTAs before it
-    first = sum(share(rows, cta, op.ctas)[0] for rows in (d.router_rows, d.latent_rows))
-    count = sum(share(rows, cta, op.ctas)[1] for rows in (d.router_rows, d.latent_rows))
-    _rows(out, "front", n, op.wide, (first, count))
     units = isinstance(op, DecodeOp) and op.units
-    out.consume += [("post", "latent", n), ("arrive", "route")]
+    if isinstance(op, DecodeOp) and op.router_first:
+        _rows(out, "router", n, op.wide, share(d.router_rows, cta, op.ctas))
+        out.consume.append(("arrive", "route"))
+        _rows(out, "latent_down", n, op.wide, share(d.latent_rows, cta, op.ctas))
+        out.consume.append(("post", "latent", n))
+    else:
+        # router and latent as one matrix: rows of a CTA follow those of the CTAs before it
+        first = sum(share(rows, cta, op.ctas)[0] for rows in (d.router_rows, d.latent_rows))
+        count = sum(share(rows, cta, op.ctas)[1] for rows in (d.router_rows, d.latent_rows))
+        _rows(out, "front", n, op.wide, (first, count))
+        out.consume += [("post", "latent", n), ("arrive", "route")]
     if units:
         out.choose.append(("wait", "route", routed + 1))
     else:

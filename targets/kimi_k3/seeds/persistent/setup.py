@@ -10,7 +10,6 @@ from kernelgen import timeline
 from targets.kimi_k3.seeds.common import smem
 from targets.kimi_k3.seeds.persistent.device import Ctx
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.ring import PACER
 from targets.kimi_k3.seeds.persistent.stages import STRIDE
 
 
@@ -41,8 +40,7 @@ def open_cta(
         cute.make_layout((op.stages * op.stage // 4,)),
     )  # fmt: skip
     more = further_bars(op)
-    behind = PACER + 1 if getattr(op, "pace", 0) > 0 else 1 + more
-    bars = smem(Int64, (2 * op.stages + behind,), (1,)).iterator
+    bars = smem(Int64, (2 * op.stages + 1 + more,), (1,)).iterator
     c = Ctx(
         tid, warp, tid % 32, cta, ring, bars, bars + op.stages, bars + 2 * op.stages,
         smem(Float32, (op.part_rows * STRIDE,), (1,)), smem(Float32, (op.reductions * STRIDE,), (1,)),

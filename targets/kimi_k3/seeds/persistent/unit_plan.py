@@ -28,10 +28,12 @@ class Units(TileOp):
 @dataclass(frozen=True)
 class DecodeOp(Op):
     """`Op` of the decode step. units: experts as `units` has them, else as `moe_experts`. shared_first: with them, both
-    halves of the shared expert come before the experts, else the second between theirs."""
+    halves of the shared expert come before the experts, else the second between theirs. router_first: with them, the
+    router's rows are a matrix of their own before the latent's, so that the choice is known earlier."""
 
     units: bool = False
     shared_first: bool = False
+    router_first: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -41,6 +43,11 @@ class DecodeOp(Op):
                 raise ValueError(
                     f"a unit of experts is {self.tile.up_bytes} bytes, a stage {self.stage}"
                 )
+
+    @property
+    def fronts(self):
+        """Parts of the front of an FFN: router and latent, the shared expert's first half."""
+        return 3 if self.router_first else 2
 
     @property
     def tile(self):
