@@ -26,9 +26,17 @@ from targets.kimi_k3.seeds.persistent.stages import most, share
 
 @cute.jit
 def gated(c: Ctx, layer: Int32, slot: Int32, turn: Int32, rX: cute.Tensor, op: cutlass.Constexpr):
-    """rX words [4, 1] = bf(RMS(o; o_norm) * sg(g)) of this thread's eight columns; a head is sixteen lanes."""
+    """rX words [4, per] = bf(RMS(o; o_norm) * sg(g)) of this thread's vectors of eight columns."""
+    for v in cutlass.range_constexpr(op.rows(op.d.kda_dim).per):
+        gated_vector(c, layer, (slot, turn, v), rX, op)
+
+
+@cute.jit
+def gated_vector(c: Ctx, layer: Int32, at: tuple, rX: cute.Tensor, op: cutlass.Constexpr):
+    """Its v-th, at = (slot, turn, v); a head is sixteen lanes, whichever the vector."""
+    slot, turn, v = at
     d, g = op.d, op.rows(op.d.kda_dim)
-    i = vector(c, 0, g)
+    i = vector(c, v, g)
     rW = cute.make_rmem_tensor(cute.make_layout((4, 2)), Uint32)
     rO = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
     rG = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
@@ -60,7 +68,7 @@ def gated(c: Ctx, layer: Int32, slot: Int32, turn: Int32, rX: cute.Tensor, op: c
         a = rO[2 * e] * scale * rNf[2 * e] * sigmoid(rGf[2 * e])
         b = rO[2 * e + 1] * scale * rNf[2 * e + 1] * sigmoid(rGf[2 * e + 1])
         y = pack_bf16(a, b)
-        rX[e, 0] = y if slot > 0 else Uint32(0)
+        rX[e, v] = y if slot > 0 else Uint32(0)
 
 
 @cute.jit
