@@ -138,6 +138,52 @@ def test_the_fastest_way_is_taken_and_a_wrong_one_is_not(monkeypatch: pytest.Mon
     assert shelf.notes[tiles.TRIED[3].name] == "slower: 25.00 us, ours 20.00 us"
 
 
+def test_the_fastest_right_tiles_of_grouped_experts_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by, tiles = module("grouped").GroupedExperts, module("tiles")
+    a, b, c = (tiles.Tile(n, 32, 4) for n in (64, 32, 16))
+    monkeypatch.setattr(tiles, "ALTERNATIVES", {"grouped_up": (a, b, c), "grouped_down": (a, b)})
+    up, down, call = by._up, by._down, by.__call__
+    made_by: dict[int, tuple[str, Any]] = {}
+    kept: list[Any] = []
+
+    def noted(name: str, half: Any) -> Any:
+        def launch(self: Any, layer: Any, t: Any) -> Any:
+            run = half(self, layer, t)
+            if (name, t) == ("up", c):
+                run = self._hidden().zero_  # a tile with which the kernel is wrong
+            kept.append(run)
+            made_by[id(run)] = (name, t)
+            return run
+
+        return launch
+
+    def called(self: Any, *operands: Any) -> Any:
+        kept.append((self, operands))
+        return call(self, *operands)
+
+    monkeypatch.setattr(by, "_up", noted("up", up))
+    monkeypatch.setattr(by, "_down", noted("down", down))
+    monkeypatch.setattr(by, "__call__", called)
+    monkeypatch.setattr(tiles, "WAYS", {16: (tiles.Way(apart=True, grouped=True),)})
+    w = workload("latent-moe", "tiny-tp2", rows=2, layers=1)
+    t = with_outputs(w, tensors(w))
+    made(w, t).step()
+    one, operands = next(x for x in kept if isinstance(x, tuple))
+    us = {("up", a): 9.0, ("up", b): 8.0, ("up", c): 1.0, ("down", a): 5.0, ("down", b): 6.0}
+    here = one.maker.blas.here
+    monkeypatch.setattr(here, "cold", lambda launches: us[made_by[id(launches[-1])]])
+    assert one._tile("grouped_up") == a
+    one.choose(*operands)
+    assert (one._tile("grouped_up"), one._tile("grouped_down")) == (b, a)
+    said = list(one.maker.shelf.notes.values())
+    assert said[-3:] == ["used: 8.00 us, ours 9.00 us", said[-2], "slower: 6.00 us, ours 5.00 us"]
+    assert said[-2].startswith("skipped: differs")
+    monkeypatch.setattr(tiles, "MEASURED", {("grouped_up", 16): c})
+    assert one._tile("grouped_up") == c  # what was measured in the whole step goes before
+
+
 def test_who_compiles_ahead_meets_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the launches that only a choice on the device would need."""
     parts, launched = module("parts"), []
@@ -152,6 +198,7 @@ def test_who_compiles_ahead_meets_every_way(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(parts, "Maker", Noting)
     w = workload("decode", "tiny-tp2", rows=8)
     made(w, with_outputs(w, tensors(w)))
+    assert {"rank_kernel", "select_kernel"} <= {name for name, _ in launched}
     middle = {(c["N"] > 0, c["EARLY"]) for name, c in launched if name == "middle_kernel"}
     assert middle == {(False, False), (False, True), (True, True)}
     also = {"norm_kernel", "ends_kernel", "linear_kernel", "group_kernel", "grouped_down_kernel"}
@@ -214,7 +261,8 @@ def test_codes_for_tensor_cores_are_exact_and_lie_where_their_operands_do() -> N
 def test_experts_selected_by_row_are_those_that_counting_selects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module("tiles"), "BY_ROW", {16})
+    maker = module("parts").Maker
+    monkeypatch.setattr(maker, "_ranked", lambda self, *a: self._select(*a, raw=True))
     follow(workload("latent-moe", "tiny-tp2", rows=2, layers=1), 1)
 
 

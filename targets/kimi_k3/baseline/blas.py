@@ -34,6 +34,7 @@ class Here:
     tuned: cublaslt.Tuned | None = None
     taken: dict[Hashable, bool] = field(default_factory=dict)
     ways: dict[Hashable, Way] = field(default_factory=dict)
+    tiles: dict[Hashable, Tile] = field(default_factory=dict)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Launches of the routed experts with pairs grouped by expert (`kernels.grouped`): group, first half, second half, sum.
 
-Which way of the experts a plan takes is decided in `routed`.
+Which way of the experts a plan takes is decided in `routed`; which tiles this one has, here: on a GPU, by time.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from targets.kimi_k3.baseline import libraries, tiles
 from targets.kimi_k3.baseline.kernels import grouped
-from targets.kimi_k3.baseline.tiles import PAIRS, power
+from targets.kimi_k3.baseline.tiles import PAIRS, Tile, power
 from targets.kimi_k3.maths.layer import Layer
 
 if TYPE_CHECKING:
@@ -29,6 +30,45 @@ class GroupedExperts:
 
     def __init__(self, maker: Launcher) -> None:
         self.maker = maker
+
+    def __call__(self, layer: Layer, r: Routed) -> tuple[list[Launch], list[Launch]]:
+        """Up to the first half's values, and from there on."""
+        if self.maker.every_way:
+            for place, half in (("grouped_up", self._up), ("grouped_down", self._down)):
+                for t in tiles.tried(place, self.maker.mp):
+                    half(layer, t)
+        first = [self._group(r), self._up(layer, self._tile("grouped_up"))]
+        return first, [self._down(layer, self._tile("grouped_down")), self._combine(layer, r)]
+
+    def choose(self, layer: Layer, r: Routed) -> None:
+        """The fastest tiles there are for operands `r`, on a GPU."""
+        group = self._group(r)
+        halves = {
+            "grouped_up": lambda t: [group, self._up(layer, t)],
+            "grouped_down": lambda t: [self._down(layer, t)],
+        }
+        outputs = {"grouped_up": self._hidden(), "grouped_down": self._outputs()}
+        make, here = self.maker, self.maker.blas.here
+        for place, half in halves.items():
+            best, *others = tiles.tried(place, make.mp)
+            launches = half(best)
+            for t in others:
+                theirs = half(t)
+                said = f"{place}, {t.bn} x {t.bk}, {t.warps} warps, {t.stages} stages"
+                trial = libraries.Trial(said, launches, theirs, outputs[place])
+                if make.shelf.better(trial, here.cold) is theirs:
+                    best, launches = t, theirs
+            here.tiles[self._key(place)] = best
+            for launch in launches:
+                launch()
+
+    def _key(self, place: str) -> tuple[object, ...]:
+        return place, self.maker.m, self.maker.shape.sizes
+
+    def _tile(self, place: str) -> Tile:
+        tried = tiles.tried(place, self.maker.mp)
+        chosen = self.maker.blas.here.tiles.get(self._key(place))
+        return chosen if chosen in tried else tried[0]
 
     def _table(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tasks, how many pairs each expert has, and which."""
@@ -48,7 +88,7 @@ class GroupedExperts:
         s = self.maker.shape.sizes
         return self.maker.buffer("expert_outputs", self.maker.m * s.topk, s.latent)
 
-    def group(self, r: Routed) -> Launch:
+    def _group(self, r: Routed) -> Launch:
         make, s = self.maker, self.maker.shape.sizes
         return make.launch(
             grouped.group_kernel, (1 + make.m,), (r.ids, r.latent, *self._table(), self._values()), make.fixed("group"),
@@ -56,9 +96,8 @@ class GroupedExperts:
             KP=power(s.latent), N=PAIRS,
         )  # fmt: skip
 
-    def up(self, layer: Layer) -> Launch:
+    def _up(self, layer: Layer, t: Tile) -> Launch:
         make, s, w = self.maker, self.maker.shape.sizes, layer.weights
-        t = make.fixed("grouped_up")
         bn = min(t.bn, s.expert_dim & -s.expert_dim)
         bw = max(LEAST, min(t.bk, power(s.latent // 8)))
         args = (
@@ -70,9 +109,8 @@ class GroupedExperts:
             ROWS=s.expert_dim, K=s.latent, BN=bn, BW=bw, N=PAIRS,
         )  # fmt: skip
 
-    def down(self, layer: Layer) -> Launch:
+    def _down(self, layer: Layer, t: Tile) -> Launch:
         make, s, w = self.maker, self.maker.shape.sizes, layer.weights
-        t = make.fixed("grouped_down")
         br = min(t.bk, s.latent & -s.latent)
         args = (
             self._hidden(), *self._table(), w["w2"].view(torch.int32), w["w2_scale"], self._outputs(),
@@ -82,7 +120,7 @@ class GroupedExperts:
             K=s.expert_dim, BR=br, BN=min(t.bn, br), BW=LEAST, N=PAIRS,
         )  # fmt: skip
 
-    def combine(self, layer: Layer, r: Routed) -> Launch:
+    def _combine(self, layer: Layer, r: Routed) -> Launch:
         make, s, t = self.maker, self.maker.shape.sizes, self.maker.fixed("combine")
         remote = layer.remote.get("moe")
         bn = min(t.bn, s.latent & -s.latent)

@@ -83,6 +83,8 @@ class RoutedExperts:
         shared.x.normal_()
         drawn = replace(r, ids=ids)
         best, *others = tiles.ways(make.mp)
+        if any(way.grouped for way in others):
+            self.by_expert.choose(layer, drawn)
         launches = self._halves(layer, drawn, (shared, best))
         for way in others:
             theirs = self._halves(layer, drawn, (shared, way))
@@ -94,8 +96,7 @@ class RoutedExperts:
     def _halves(self, layer: Layer, r: Routed, how: tuple[Shared, Way]) -> list[Launch]:
         shared, way = how
         if way.grouped:
-            by = self.by_expert
-            first, last = [by.group(r), by.up(layer)], [by.down(layer), by.combine(layer, r)]
+            first, last = self.by_expert(layer, r)
         else:
             first, last = [self._middle(layer, r, how)], [self._down(layer, r)]
         if way.apart:

@@ -97,14 +97,6 @@ def ways(mp: int) -> tuple[Way, ...]:
     return WAYS.get(mp, TRIED)
 
 
-BY_ROW: set[int] = set()
-"""Padded rows with which one program selects a row's experts, one after the other, instead of many that count."""
-
-
-def by_row(mp: int) -> bool:
-    return mp in BY_ROW
-
-
 FIXED = {
     "attn_res": Tile(1, 1, 16),
     "select": Tile(1, 1, 4),
@@ -116,10 +108,32 @@ FIXED = {
     "up": Tile(8, 64, 4),
     "down": Tile(4, 16, 4),
     "group": Tile(1, 1, 16),
-    "grouped_up": Tile(64, 32, 4),
-    "grouped_down": Tile(64, 512, 2),
     "combine": Tile(256, 1, 4),
 }
+ALTERNATIVES = {
+    "grouped_up": (
+        Tile(64, 32, 4),
+        Tile(64, 64, 4, 2),
+        Tile(32, 64, 2),
+        Tile(64, 32, 4, 4),
+        Tile(128, 32, 8),
+    ),
+    "grouped_down": (
+        Tile(64, 512, 2),
+        Tile(64, 256, 2, 4),
+        Tile(128, 512, 4),
+        Tile(64, 128, 2),
+    ),
+}
+"""Tiles that a plan for several rows tries when it is made. For `grouped_down` a program has `bk` rows of w2, `bn` at a
+time, with all of their columns."""
+
+
+def tried(place: str, mp: int) -> tuple[Tile, ...]:
+    """More than one where a device has to choose."""
+    return (MEASURED[place, mp],) if (place, mp) in MEASURED else ALTERNATIVES[place]
+
+
 PAIRS = 8
 """Pairs of one expert that are multiplied at a time: with 16 of 896 experts for each of 64 rows it has two on average.
 """
