@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from sandbox.artifact import Artifact
 from sandbox.compile_client import CompileClient
 from sandbox.devices.cpu.device import CpuDevice
 from sandbox.jobs import CompileJob
+from targets.kimi_k3 import sizes
 from targets.kimi_k3.reference import IDS
 from targets.kimi_k3.seeds import persistent
 from tests.targets.seeds.harness import REFERENCE, Case, Step, check, distance, placed
@@ -127,3 +130,15 @@ def test_what_boxes_do_not_order_does_not_race(
     case = Case(target, rows, preset="tiny", layers=2, steps=1, tunables={"ctas": 4, **stages})
     artifact = built(compiler, case, part)
     assert all(races(artifact, case, order) == [] for order in orders)
+
+
+@pytest.mark.slow
+def test_a_thread_may_have_several_vectors_of_kda_output(
+    compiler: CompileClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty heads are 480 vectors of eight columns for 448 threads, as are the 48 of a rank of `tp2`."""
+    tiny = sizes.PRESETS["tiny"]
+    wide = replace(tiny, sizes=replace(tiny.sizes, kda_heads=30))
+    monkeypatch.setitem(sizes.PRESETS, "wide", wide)
+    case = Case("kda", preset="wide", layers=1, tunables={"ctas": 32, "ring_stages": 3})
+    verify(built(compiler, case), case)
