@@ -113,5 +113,5 @@ def shape(dims, cfg, rows=1):
         tiled,
         getattr(cfg, "in_flight", 0),
         lead=getattr(cfg, "lead", 0),
-        lead_cycles=getattr(cfg, "lead_cycles", 0),
+        lead_pause=getattr(cfg, "lead_pause", 0),
     )

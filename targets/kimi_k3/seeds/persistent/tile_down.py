@@ -20,7 +20,6 @@ from targets.kimi_k3.seeds.persistent.tile_codes import (
     wanted,
 )
 from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, within
-from targets.kimi_k3.seeds.persistent.tile_even import even_experts
 from targets.kimi_k3.seeds.persistent.tile_rows import sum_of
 
 
@@ -147,19 +146,22 @@ def first_expert(
         hidden_alone(c, expert, v, rX[None, None, v], op)
         if cutlass.const_expr(v < op.ahead):
             for k in cutlass.range_constexpr(4):
-                mma_rows(rC, rW[None, 0, k, v], rW[None, 1, k, v], rX[None, k, v])
+                mma_rows(rC[None, v], rW[None, 0, k, v], rW[None, 1, k, v], rX[None, k, v])
         else:
-            piece_times(c, piece, tile, v, (rC, rX[None, None, v], n), op)
+            piece_times(c, piece, tile, v, (rC[None, v], rX[None, None, v], n), op)
 
 
 @cute.jit
 def weigh(c: Tiles, expert: Int32, rC: cute.Tensor, rSum: cute.Tensor, op: cutlass.Constexpr):
-    """rSum[4] += weight of the expert for the lane's two tokens times bf(rC)."""
+    """rSum[4] += weight of the expert for the lane's two tokens times bf(sum of rC[4, chunks])."""
+    for v in cutlass.range_constexpr(1, op.down_chunks):
+        for e in cutlass.range_constexpr(4):
+            rC[e, 0] = rC[e, 0] + rC[e, v]
     for e in cutlass.range_constexpr(2):
         token = c.lane % 4 * 2 + e
         if token < op.tokens:
             w = c.share[expert * op.tokens + token]
-            a, b = round_bf16(rC[e] * CODE_SCALE_T), round_bf16(rC[2 + e] * CODE_SCALE_T)
+            a, b = round_bf16(rC[e, 0] * CODE_SCALE_T), round_bf16(rC[2 + e, 0] * CODE_SCALE_T)
             rSum[e] = rSum[e] + w * a if w != Float32(0.0) else rSum[e]
             rSum[2 + e] = rSum[2 + e] + w * b if w != Float32(0.0) else rSum[2 + e]
 
@@ -170,8 +172,7 @@ def tiles_down(
 ):
     """z = bf(bf(sum over experts of w_e bf(w2_e h)) + the others') of this CTA's rows.
 
-    A warp has one tile of the rows and every `down_share`-th expert (or as `even_experts` says); the next expert's h is
-    on its way meanwhile.
+    A warp has one tile of the rows and every `down_share`-th expert; the next expert's h is on its way meanwhile.
     """
     d, g = op.d, op.down
     first, n = share(d.latent, c.cta, op.ctas, g.unit)
@@ -180,13 +181,10 @@ def tiles_down(
     works = turn < op.down_share
     rX = cute.make_rmem_tensor(cute.make_layout((4, 4, op.down_chunks)), Uint32)
     rSum = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
-    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rC = cute.make_rmem_tensor(cute.make_layout((4, op.down_chunks)), Float32)
     rSum.fill(0.0)
     rX.fill(0)
-    expert, step = turn, Int32(op.down_share)
-    if cutlass.const_expr(op.down_even):
-        expert, step = even_experts(c, op)
-    expert = expert if works else Int32(op.touched)
+    expert = turn if works else Int32(op.touched)
     if cutlass.const_expr(op.alone):
         to_vec(c, place(c, "h", layer, op), 0, d.topk * d.expert_dim, op)
         consumers(op)
@@ -207,11 +205,11 @@ def tiles_down(
             for v in cutlass.range_constexpr(op.down_chunks):
                 if cutlass.const_expr(op.alone):
                     hidden_alone(c, expert, v, rX[None, None, v], op)
-                piece_times(c, piece, tile, v, (rC, rX[None, None, v], n), op)
+                piece_times(c, piece, tile, v, (rC[None, v], rX[None, None, v], n), op)
                 if cutlass.const_expr(not op.alone):
-                    load_hidden(c, layer, expert + step, v, rX[None, None, v], op)
+                    load_hidden(c, layer, expert + op.down_share, v, rX[None, None, v], op)
             weigh(c, expert, rC, rSum, op)
-            expert += step if cutlass.const_expr(op.down_even) else op.down_share
+            expert += op.down_share
         stage_done(c, slot)
         it += 1
     octet = c.lane // 4

@@ -55,31 +55,30 @@ def dims(part: str, preset: str, rows: int) -> SimpleNamespace:
     return SimpleNamespace(**find(f"kimi-k3-{part}").workload(Options(preset, None, rows)).dims)
 
 
-def test_experts_are_dealt_to_schedulers_evenly_and_once() -> None:
-    """As `tile_even` deals 128 columns of w1 and w3, and experts of a tile of w2, to fourteen warps."""
-    op = TileOp(dims("latent-moe", "tp8", 8), 132, 14, 0, 0, even=1)
-    assert op.up_even and op.down_even and (op.up_active, op.up_most) == (14, 3)
-    columns: list[int] = []
-    experts: list[tuple[int, int]] = []
-    load = [0] * 4
-    for warp in range(14):
-        line, k = warp % 4, warp // 4
-        base, more = divmod(7, 4 if line < 2 else 3)
-        first = 7 * line + k * base + min(k, more)
-        mine = range(first, first + base + (k < more))
-        columns += mine
-        load[line] += len(mine)
-        assert 1 <= len(mine) <= op.up_most
-        start, step = 2 * k + line // 2, 8 if line < 2 else 6
-        experts += [(warp % 2, e) for e in range(start, 120, step)]
-    assert sorted(columns) == list(range(28)) and load == [7, 7, 7, 7]
-    assert sorted(experts) == [(tile, e) for tile in range(2) for e in range(120)]
+def columns_up(op: TileOp, warp: int) -> tuple[int, list[int]]:
+    """The set of a warp, and its 128 columns of the latent, as `tile_codes.set_of` and `unit_times` deal them."""
+    turn, inner = divmod(warp, op.warps // op.sets)
+    if turn >= op.sets or inner >= op.up_active:
+        return turn, []
+    return turn, [inner * op.up_chunks + v for v in range(op.up_chunks)]
 
 
-def test_one_token_and_other_widths_are_dealt_to_warps() -> None:
-    assert not TileOp(dims("latent-moe", "tp8", 1), 132, 14, 0, 0, even=1).up_even
-    tiny = TileOp(dims("latent-moe", "tiny", 8), 8, 14, 0, 0, even=1)
-    assert not tiny.up_even and tiny.up_most == tiny.up_chunks
+@pytest.mark.parametrize(
+    ("warps", "sets", "each"), [(14, 1, 2), (14, 2, 4), (8, 2, 7), (8, 1, 4), (7, 1, 4)]
+)
+def test_every_set_of_warps_has_all_columns_of_w1(warps: int, sets: int, each: int) -> None:
+    op = TileOp(dims("latent-moe", "tp8", 8), 132, warps, 0, 0, sets=sets)
+    assert op.up_chunks == each
+    for n in range(sets):
+        found = [columns_up(op, w) for w in range(warps)]
+        assert sorted(x for turn, mine in found if turn == n for x in mine) == list(range(28))
+
+
+@pytest.mark.parametrize("k", [7168, 3584])
+def test_a_stage_of_rows_is_as_full_with_few_warps(k: int) -> None:
+    many, few = (TileOp(dims("latent-moe", "tp8", 8), 132, w, 0, 0).tile(k, 8) for w in (14, 8))
+    assert (many.active, few.active) == (14, 7)
+    assert few.bytes == many.bytes and few.slices == many.slices
 
 
 @pytest.mark.parametrize(
