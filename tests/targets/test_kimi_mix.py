@@ -138,67 +138,48 @@ def test_the_fastest_way_is_taken_and_a_wrong_one_is_not(monkeypatch: pytest.Mon
     assert shelf.notes[tiles.TRIED[3].name] == "slower: 25.00 us, ours 20.00 us"
 
 
-def test_the_fastest_right_tiles_of_grouped_experts_are_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    by, tiles = module("grouped").GroupedExperts, module("tiles")
-    a, b, c = (tiles.Tile(n, 32, 4) for n in (64, 32, 16))
-    monkeypatch.setattr(tiles, "ALTERNATIVES", {"grouped_up": (a, b, c), "grouped_down": (a, b)})
-    up, down, call = by._up, by._down, by.__call__
-    made_by: dict[int, tuple[str, Any]] = {}
-    kept: list[Any] = []
-
-    def noted(name: str, half: Any) -> Any:
-        def launch(self: Any, layer: Any, t: Any) -> Any:
-            run = half(self, layer, t)
-            if (name, t) == ("up", c):
-                run = self._hidden().zero_  # a tile with which the kernel is wrong
-            kept.append(run)
-            made_by[id(run)] = (name, t)
-            return run
-
-        return launch
-
-    def called(self: Any, *operands: Any) -> Any:
-        kept.append((self, operands))
-        return call(self, *operands)
-
-    monkeypatch.setattr(by, "_up", noted("up", up))
-    monkeypatch.setattr(by, "_down", noted("down", down))
-    monkeypatch.setattr(by, "__call__", called)
-    monkeypatch.setattr(tiles, "WAYS", {16: (tiles.Way(apart=True, grouped=True),)})
+def test_the_fastest_right_tile_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     w = workload("latent-moe", "tiny-tp2", rows=2, layers=1)
-    t = with_outputs(w, tensors(w))
-    made(w, t).step()
-    one, operands = next(x for x in kept if isinstance(x, tuple))
-    us = {("up", a): 9.0, ("up", b): 8.0, ("up", c): 1.0, ("down", a): 5.0, ("down", b): 6.0}
-    here = one.maker.blas.here
-    monkeypatch.setattr(here, "cold", lambda launches: us[made_by[id(launches[-1])]])
-    assert one._tile("grouped_up") == a
-    one.choose(*operands)
-    assert (one._tile("grouped_up"), one._tile("grouped_down")) == (b, a)
-    said = list(one.maker.shelf.notes.values())
-    assert said[-3:] == ["used: 8.00 us, ours 9.00 us", said[-2], "slower: 6.00 us, ours 5.00 us"]
-    assert said[-2].startswith("skipped: differs")
-    monkeypatch.setattr(tiles, "MEASURED", {("grouped_up", 16): c})
-    assert one._tile("grouped_up") == c  # what was measured in the whole step goes before
+    make, tiles = made(w, with_outputs(w, tensors(w))).make, module("tiles")
+    out, tried = torch.ones(4), tuple(tiles.Tile(n, 16) for n in (16, 32, 64, 128))
+    values, us = (1.0, 1.0, 2.0, 1.0), (9.0, 8.0, 1.0, 8.5)
+
+    kept: list[list[Any]] = []  # ids of lists that live are their own
+    by_id: dict[int, float] = {}
+
+    def noted(t: Any) -> list[Any]:
+        kept.append([lambda: out.fill_(values[tried.index(t)])])
+        by_id[id(kept[-1])] = us[tried.index(t)]
+        return kept[-1]
+
+    assert make.chosen("place", tried, noted, out) == tried[0]  # nothing is measured without a GPU
+    monkeypatch.setattr(make.blas.here, "cold", lambda one: by_id[id(one)])
+    assert make._fastest("place", tried, noted, out) == tried[1]
+    said = [v for k, v in make.shelf.notes.items() if k.startswith("place")]
+    assert said[0] == "used: 8.00 us, ours 9.00 us" and said[1].startswith("skipped: differs")
+    assert said[2] == "slower: 8.50 us, ours 8.00 us"
 
 
 def test_who_compiles_ahead_meets_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the launches that only a choice on the device would need."""
-    parts, launched = module("parts"), []
+    parts, launched, tiled = module("parts"), [], []
 
     class Noting(parts.Maker):  # type: ignore[misc]
         every_way = True
 
         def launch(self, kernel: Any, grid: Any, args: Any, t: Any, **constants: Any) -> Any:
             launched.append((kernel.f.__name__, constants))
+            tiled.append((kernel.f.__name__, t))
             return lambda: None
 
     monkeypatch.setattr(parts, "Maker", Noting)
     w = workload("decode", "tiny-tp2", rows=8)
     made(w, with_outputs(w, tensors(w)))
     assert {"rank_kernel", "select_kernel"} <= {name for name, _ in launched}
+    tried = module("tiles").ALTERNATIVES
+    assert {t for name, t in tiled if name == "grouped_up_kernel"} == set(tried["grouped_up"])
+    assert {t for name, t in tiled if name == "grouped_down_kernel"} == set(tried["grouped_down"])
+    assert {t for name, t in tiled if name == "front_kernel"} >= set(module("tiles").FRONTS)
     middle = {(c["N"] > 0, c["EARLY"]) for name, c in launched if name == "middle_kernel"}
     assert middle == {(False, False), (False, True), (True, True)}
     also = {"norm_kernel", "ends_kernel", "linear_kernel", "group_kernel", "grouped_down_kernel"}

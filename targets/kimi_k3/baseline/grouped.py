@@ -1,6 +1,6 @@
 """Launches of the routed experts with pairs grouped by expert (`kernels.grouped`): group, first half, second half, sum.
 
-Which way of the experts a plan takes is decided in `routed`; which tiles this one has, here: on a GPU, by time.
+Which way of the experts a plan takes is decided in `routed`; which tiles this one has, `Launcher.chosen`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from targets.kimi_k3.baseline import libraries, tiles
+from targets.kimi_k3.baseline import tiles
 from targets.kimi_k3.baseline.kernels import grouped
 from targets.kimi_k3.baseline.tiles import PAIRS, Tile, power
 from targets.kimi_k3.maths.layer import Layer
@@ -31,44 +31,27 @@ class GroupedExperts:
     def __init__(self, maker: Launcher) -> None:
         self.maker = maker
 
-    def __call__(self, layer: Layer, r: Routed) -> tuple[list[Launch], list[Launch]]:
-        """Up to the first half's values, and from there on."""
-        if self.maker.every_way:
-            for place, half in (("grouped_up", self._up), ("grouped_down", self._down)):
-                for t in tiles.tried(place, self.maker.mp):
-                    half(layer, t)
-        first = [self._group(r), self._up(layer, self._tile("grouped_up"))]
-        return first, [self._down(layer, self._tile("grouped_down")), self._combine(layer, r)]
+    def __call__(
+        self, layer: Layer, r: Routed, drawn: Callable[[], Routed]
+    ) -> tuple[list[Launch], list[Launch]]:
+        """Up to the first half's values, and from there on. Tiles are tried on `drawn` operands."""
+        make = self.maker
 
-    def choose(self, layer: Layer, r: Routed) -> None:
-        """The fastest tiles there are for operands `r`, on a GPU."""
-        group = self._group(r)
-        halves = {
-            "grouped_up": lambda t: [group, self._up(layer, t)],
-            "grouped_down": lambda t: [self._down(layer, t)],
-        }
-        outputs = {"grouped_up": self._hidden(), "grouped_down": self._outputs()}
-        make, here = self.maker, self.maker.blas.here
-        for place, half in halves.items():
-            best, *others = tiles.tried(place, make.mp)
-            launches = half(best)
-            for t in others:
-                theirs = half(t)
-                said = f"{place}, {t.bn} x {t.bk}, {t.warps} warps, {t.stages} stages"
-                trial = libraries.Trial(said, launches, theirs, outputs[place])
-                if make.shelf.better(trial, here.cold) is theirs:
-                    best, launches = t, theirs
-            here.tiles[self._key(place)] = best
-            for launch in launches:
-                launch()
+        def up(t: Tile) -> list[Launch]:
+            return [self._group(drawn()), self._up(layer, t)]
 
-    def _key(self, place: str) -> tuple[object, ...]:
-        return place, self.maker.m, self.maker.shape.sizes
+        first = make.chosen("grouped_up", tiles.tried("grouped_up", make.mp), up, self._hidden())
 
-    def _tile(self, place: str) -> Tile:
-        tried = tiles.tried(place, self.maker.mp)
-        chosen = self.maker.blas.here.tiles.get(self._key(place))
-        return chosen if chosen in tried else tried[0]
+        def down(t: Tile) -> list[Launch]:
+            return [*up(first), self._down(layer, t)]
+
+        second = make.chosen(
+            "grouped_down", tiles.tried("grouped_down", make.mp), down, self._outputs()
+        )
+        return (
+            [self._group(r), self._up(layer, first)],
+            [self._down(layer, second), self._combine(layer, r)],
+        )
 
     def _table(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tasks, how many pairs each expert has, and which."""

@@ -15,7 +15,7 @@ from targets.kimi_k3.baseline import libraries, tiles
 from targets.kimi_k3.baseline.kernels import kda, mla, products, rows
 from targets.kimi_k3.baseline.launcher import PLAIN, Ends, Launch, Launcher
 from targets.kimi_k3.baseline.routed import Routed, RoutedExperts, Shared
-from targets.kimi_k3.baseline.tiles import cdiv, power
+from targets.kimi_k3.baseline.tiles import Tile, cdiv, power
 from targets.kimi_k3.buffers import Shape
 from targets.kimi_k3.maths.layer import Layer
 from targets.kimi_k3.sizes import EPS
@@ -193,10 +193,22 @@ class Maker(Launcher):
         )  # fmt: skip
 
     def _front(self, layer: Layer, x: Tensor, made: tuple[Tensor, Tensor, Tensor]) -> Launch:
+        s, w = self.shape.sizes, layer.weights
+        rows = w["router"].shape[0] + w["latent_down"].shape[0] + 2 * s.shared_dim
+        tried = tiles.fronts((rows, s.hidden), self.mp)
+        x_drawn = torch.randn_like(x) if x.is_cuda else x
+
+        def drawn(t: Tile) -> list[Launch]:
+            return [self._front_with(t, layer, x_drawn, made)]
+
+        return self._front_with(self.chosen("front", tried, drawn, made[2]), layer, x, made)
+
+    def _front_with(
+        self, t: Tile, layer: Layer, x: Tensor, made: tuple[Tensor, Tensor, Tensor]
+    ) -> Launch:
         s, w, m = self.shape.sizes, layer.weights, self.m
         logits, latent, hidden = made
         routed, own, shared = logits.shape[1], w["latent_down"].shape[0], s.shared_dim
-        t = tiles.product("front", (routed + own + 2 * shared, s.hidden), self.mp)
         blocks = sum(cdiv(n, t.bn) for n in (routed, own, shared))
         args = (
             x, w["router"], logits, w["latent_down"], latent, layer.remote.get("latent", latent), w["shared_gate_up"],

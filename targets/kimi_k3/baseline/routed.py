@@ -54,6 +54,7 @@ class RoutedExperts:
         self.maker = maker
         self.by_expert = GroupedExperts(maker)
         self.way: Way | None = None
+        self._drawn: Routed | None = None
 
     def __call__(self, layer: Layer, r: Routed, shared: Shared) -> list[Launch]:
         """Both halves of the experts and the shared one's second."""
@@ -74,17 +75,10 @@ class RoutedExperts:
         return known[key]
 
     def _fastest(self, layer: Layer, r: Routed, shared: Shared) -> Way:
-        """By time, on drawn operands; ids of a step are not there yet."""
-        make = self.maker
-        ids = torch.rand(make.m, make.shape.sizes.experts, device=make.device)
-        ids = ids.topk(r.ids.shape[1]).indices.to(r.ids.dtype)
-        r.latent.normal_().mul_(SHIFT)
-        r.scores.uniform_()
+        """By time, on drawn operands."""
+        make, drawn = self.maker, self._draw(r)
         shared.x.normal_()
-        drawn = replace(r, ids=ids)
         best, *others = tiles.ways(make.mp)
-        if any(way.grouped for way in others):
-            self.by_expert.choose(layer, drawn)
         launches = self._halves(layer, drawn, (shared, best))
         for way in others:
             theirs = self._halves(layer, drawn, (shared, way))
@@ -93,10 +87,21 @@ class RoutedExperts:
                 best, launches = way, theirs
         return best
 
+    def _draw(self, r: Routed) -> Routed:
+        """Operands for trials: ids of a step are not there yet. The same each time."""
+        if self._drawn is None:
+            make = self.maker
+            ids = torch.rand(make.m, make.shape.sizes.experts, device=make.device)
+            ids = ids.topk(r.ids.shape[1]).indices.to(r.ids.dtype)
+            r.latent.normal_().mul_(SHIFT)
+            r.scores.uniform_()
+            self._drawn = replace(r, ids=ids)
+        return self._drawn
+
     def _halves(self, layer: Layer, r: Routed, how: tuple[Shared, Way]) -> list[Launch]:
         shared, way = how
         if way.grouped:
-            first, last = self.by_expert(layer, r)
+            first, last = self.by_expert(layer, r, lambda: self._draw(r))
         else:
             first, last = [self._middle(layer, r, how)], [self._down(layer, r)]
         if way.apart:

@@ -167,3 +167,14 @@ def product(place: str, shape: tuple[int, int], mp: int) -> Tile:
         return Tile(4, bk)
     bk = min(256 if mp <= 32 else 128, power(k))
     return Tile(32 if n > 2048 else 16, bk)
+
+
+FRONTS = (Tile(16, 256), Tile(16, 256, 8, 4), Tile(16, 128, 4, 6), Tile(32, 128, 4, 5))
+"""More of them for `front`, with several rows: by rule it has fewer programs than an H200 has SMs."""
+
+
+def fronts(shape: tuple[int, int], mp: int) -> tuple[Tile, ...]:
+    """As `tried`, for `front`: the rule's tile first."""
+    ruled = product("front", shape, mp)
+    settled = mp == 1 or ("front", mp) in MEASURED
+    return (ruled,) if settled else (ruled, *(t for t in FRONTS if t != ruled))
