@@ -35,7 +35,7 @@ def _rank(rank: int, preset: str, rows: Sequence[int]) -> None:
         for m in rows:
             for name, parts in _sequences(preset, m, rank, apart=m == rows[-1]):
                 try:
-                    us, count = _timed(parts)
+                    times, count = _timed(parts)
                 except Exception as error:  # one of many: said, and the others go on
                     if rank == 0:
                         say(
@@ -46,7 +46,7 @@ def _rank(rank: int, preset: str, rows: Sequence[int]) -> None:
                             failed=str(error)[:300],
                         )
                     continue
-                each = torch.tensor([us], device="cuda")
+                each = torch.tensor(times, device="cuda")
                 dist.all_reduce(each, dist.ReduceOp.MAX)
                 if rank == 0:
                     say(
@@ -54,7 +54,9 @@ def _rank(rank: int, preset: str, rows: Sequence[int]) -> None:
                         preset=preset,
                         rows=m,
                         name=name,
-                        us=float(each) / count,
+                        us=float(each[0]) / count,
+                        least_us=float(each[1]) / count,
+                        most_us=float(each[2]) / count,
                         instances=count,
                     )
     dist.barrier()
@@ -188,8 +190,8 @@ def _symmetric(shape: tuple[int, ...], rank: int, plain: Any) -> dict[str, Reduc
     return {"symm one-shot": one, "symm two-shot": two}
 
 
-def _timed(instances: list[list[Launch]]) -> tuple[float, int]:
-    """Microseconds of a graph of CHAIN steps, median of repeats, and how many instances it has."""
+def _timed(instances: list[list[Launch]]) -> tuple[tuple[float, float, float], int]:
+    """Microseconds of a graph of CHAIN steps, median, least and most of repeats, and how many instances it has."""
     import torch
     import torch.distributed as dist
 
@@ -220,4 +222,4 @@ def _timed(instances: list[list[Launch]]) -> tuple[float, int]:
             end.record()
             torch.cuda.synchronize()
             found.append(begin.elapsed_time(end) * 1e3)
-    return median(found), CHAIN * len(instances)
+    return (median(found), min(found), max(found)), CHAIN * len(instances)
