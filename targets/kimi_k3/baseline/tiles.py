@@ -113,7 +113,6 @@ FIXED = {
 ALTERNATIVES = {
     "grouped_up": (
         Tile(64, 32, 4),
-        Tile(64, 64, 4, 2),
         Tile(32, 64, 2),
         Tile(64, 32, 4, 4),
         Tile(128, 32, 8),
@@ -122,7 +121,6 @@ ALTERNATIVES = {
         Tile(64, 512, 2),
         Tile(64, 256, 2, 4),
         Tile(128, 512, 4),
-        Tile(64, 128, 2),
     ),
 }
 """Tiles that a plan for several rows tries when it is made. For `grouped_down` a program has `bk` rows of w2, `bn` at a
@@ -169,7 +167,7 @@ def product(place: str, shape: tuple[int, int], mp: int) -> Tile:
     return Tile(32 if n > 2048 else 16, bk)
 
 
-FRONTS = (Tile(16, 256), Tile(16, 256, 8, 4), Tile(16, 128, 4, 6), Tile(32, 128, 4, 5))
+FRONTS = (Tile(16, 256), Tile(16, 256, 8, 4), Tile(32, 128, 4, 5))
 """More of them for `front`, with several rows: by rule it has fewer programs than an H200 has SMs."""
 
 
