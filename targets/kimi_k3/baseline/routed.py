@@ -1,4 +1,4 @@
-"""The routed experts of the mix, and the shared expert's second half beside or apart from them.
+"""The routed experts of the mix by pair or by expert, and the shared expert's second half beside or apart from them.
 
 Which way is faster depends on the rows and is measured when a plan is made, on a GPU, unless `tiles.WAYS` settles it.
 What came of a trial is among the notes.

@@ -2,7 +2,7 @@
 
 Codes are read as int32 words of eight; their operand lies in eight planes, so that a word's nibbles meet contiguous
 values: bf16 values as float32 times SHIFT, as wide as the words, so that no thread has to move any. Pairs that share an
-expert read it again: made for few rows.
+expert read it again: made for few rows; `grouped` is for more.
 """
 
 import triton
