@@ -66,6 +66,20 @@ def bring(mW: cute.Tensor, weights: cute.Tensor, bars: Any, first: Int32, op: cu
 
 
 @cute.jit
+def bring_next(mNext: cute.Tensor, more: Int32, first: Int32, op: cutlass.Constexpr):
+    """The first warp: the same rows of the next product's weights into L2, where they wait for room; more: 1 or, where
+    there is none, 0."""
+    tid, _, _ = cute.arch.thread_idx()
+    size = 2 * op.k
+    source = mNext.iterator.toint() + Int64(first) * (8 * size)
+    for row in cutlass.range(tid, 8 * op.tile * more, 32, unroll=1):
+        cute.arch.inline_ptx(
+            "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
+            read_only_args=[source + Int64(row) * size, Int32(size)],
+        )
+
+
+@cute.jit
 def own_rows(mX: cute.Tensor, r: cute.Tensor, op: cutlass.Constexpr):
     """r[4 words, unroll] = this lane's columns of row lane // 4 of mX, where there is one."""
     tid, _, _ = cute.arch.thread_idx()
@@ -79,10 +93,11 @@ def own_rows(mX: cute.Tensor, r: cute.Tensor, op: cutlass.Constexpr):
 
 @cute.kernel
 def ahead_kernel(
-    mX: cute.Tensor, plus: Any, mW: cute.Tensor, link: Link, op: cutlass.Constexpr, wire: cutlass.Constexpr
-):  # fmt: skip
-    """Partial of bf(x + plus) W^T into the mailboxes: mX bf16 [M <= 8, k], plus [M, >= k] or None, mW bf16 [n, k]; grid
-    (n / 8 tile)."""
+    mX: cute.Tensor, plus: Any, mW: cute.Tensor, then: Any, link: Link, ops: cutlass.Constexpr
+):
+    """Partial of bf(x + plus) W^T into the mailboxes: mX bf16 [M <= 8, k], plus [M, >= k] or None, mW bf16 [n, k].
+    then: None or (the next product's W, 1 or 0: whether there is one); grid (n / 8 tile)."""
+    op, wire = ops
     tid, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     pitch = pitch_of(op.k)
@@ -92,6 +107,8 @@ def ahead_kernel(
     bars = smem(Int64, (op.tile,), (1,)).iterator
     if tid < 32:
         bring(mW, words, bars, cta * op.tile, op)
+        if cutlass.const_expr(then is not None):
+            bring_next(then[0], then[1], cta * op.tile, op)
     rX = cute.make_rmem_tensor(cute.make_layout((4, op.unroll)), Uint32)
     rX.fill(0)
     own_rows(mX, rX, op)
@@ -118,10 +135,10 @@ def ahead_kernel(
 
 
 @cute.jit
-def launch_ahead(operands: tuple, link: Link, op: cutlass.Constexpr, wire: cutlass.Constexpr, stream):  # fmt: skip
-    """operands = (mX, plus, mW), as in `ahead_kernel`."""
-    mX, plus, mW = operands
-    ahead_kernel(mX, plus, mW, link, op, wire).launch(
+def launch_ahead(operands: tuple, link: Link, ops: cutlass.Constexpr, stream):
+    """operands = (mX, plus, mW, then), as in `ahead_kernel`; ops = (product, wire)."""
+    op, _ = ops
+    ahead_kernel(*operands, link, ops).launch(
         grid=(op.n // (8 * op.tile), 1, 1), block=(op.warps * 32, 1, 1), stream=stream,
         use_pdl=op.pdl, min_blocks_per_mp=1,
     )  # fmt: skip

@@ -24,6 +24,7 @@ TUNABLES = {
     "attn_res_vectors": (1, 2, 4),
     "ahead": (True, False),
     "ahead_warps": (16, 8, 12),
+    "ahead_l2": (True, False),
     "gemv_warps": (8, 4, 16),
     "gemv_tile": (4, 2, 1),
     "gemv_unroll": (4, 2, 6),
@@ -74,13 +75,19 @@ def oproj_kernel(
 
 
 @cute.jit
-def oproj(mX, plus, mW, link: Link, cfg: cutlass.Constexpr, stream):
+def oproj(mX, plus, weights, link: Link, cfg: cutlass.Constexpr, stream):
+    """weights: all instances' W; link.slot: which instance."""
+    mW = pick(weights, link.slot)
     wire = wire_of(mX.shape[0], mW.shape[0], cfg)
     ahead = None
     if cutlass.const_expr(cfg.ahead and mX.shape[0] <= 8):
         ahead = ahead_shape(mW.shape[0], mW.shape[1], cfg)
     if cutlass.const_expr(ahead is not None):
-        launch_ahead((mX, plus, mW), link, ahead, wire, stream)
+        then = None
+        if cutlass.const_expr(cfg.ahead_l2):
+            more = Int32(1) if link.slot + 1 < len(weights) else Int32(0)
+            then = (pick(weights, link.slot + more), more)
+        launch_ahead((mX, plus, mW, then), link, (ahead, wire), stream)
     else:
         op = gemv_shape(mW.shape[0], mW.shape[1], cfg, False)
         oproj_kernel(mX, plus, mW, link, op, wire).launch(
@@ -103,8 +110,8 @@ def prepare(t, cfg, stream):
 def step(t, cfg, stream):
     """Instance i: x_i = bf(inputs.x[i] + y_{i-1}); P <- bf(P + the ranks' sum of bf(x_i W_i^T)); the mix into y_i."""
     x, y, w = t.inputs.x, t.outputs.y, [layer.o_proj for layer in t.weights.layers]
-    oproj(x[0], None, w[0], link_of(t, Int32(0)), cfg, stream)
+    oproj(x[0], None, w, link_of(t, Int32(0)), cfg, stream)
     reduced_instance(t, Int32(0), Given(), cfg, stream)
     for i in cutlass.range(1, len(w), unroll=1):
-        oproj(pick(x, i), pick(y, i - 1), pick(w, i), link_of(t, i), cfg, stream)
+        oproj(pick(x, i), pick(y, i - 1), w, link_of(t, i), cfg, stream)
         reduced_instance(t, i, Given(), cfg, stream)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from targets.kimi_k3.seeds.persistent.stages import STRIDE, CodeRows, Rows, TileRows, most
 
+MLA_HEADS = 16
+"""Of a rank: a product of tensor cores has so many rows, and no CTA makes two for one page."""
+
 
 @dataclass(frozen=True)
 class Op:
@@ -51,6 +54,10 @@ class Op:
             raise ValueError(
                 f"KDA of one token has a thread for each of {channels} channels, {self.warps} warps are too few"
             )
+
+        heads = max(self.d.kda_heads, self.d.mla_heads) if self.d.attn else 0
+        if not self.tiled and heads > self.ctas:
+            raise ValueError(f"each of {heads} heads has a CTA or more, {self.ctas} are too few")
 
     def rows(self, k, pair=False):
         return Rows(k, self.warps, self.stage, pair)
@@ -261,6 +268,10 @@ def refuse_others(dims, rows=1):
     if dims.rows > rows or (dims.rows > 1 and dims.q > 1):
         one = "one row" if rows == 1 else f"up to {rows} rows of different requests"
         raise ValueError(f"the persistent kernel is for {one}")
+    if "M" in dims.attn and dims.mla_heads > MLA_HEADS:
+        raise ValueError(
+            f"the persistent kernel attends with up to {MLA_HEADS} heads of MLA, not {dims.mla_heads}"
+        )
     given = (dims.kv, dims.experts_format, dims.taps)
     if given != ("bf16", "mxfp4", ""):
         raise ValueError(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from targets.base import Options, find
-from targets.kimi_k3.seeds.persistent.plan import Op
+from targets.kimi_k3.seeds.persistent.plan import Op, refuse_others
 from targets.kimi_k3.seeds.persistent.schedule import lists, simulate, validate
 from targets.kimi_k3.seeds.persistent.unit_plan import DecodeOp, ring_stage
 
@@ -132,3 +132,14 @@ def test_pool_and_ring_fit() -> None:
     op = units_of("tp8", 12, 132)
     fixed = op.stages * op.stage + op.part_rows * 17 * 4 + op.pool + 4 * op.kept_words
     assert fixed < SMEM and op.choice_at >= 2 * op.d.latent
+
+
+def test_more_heads_than_a_cta_attends_with_or_than_there_are_ctas_are_refused() -> None:
+    """A rank of two has 48: their statistics went over what lies behind them in shared memory."""
+    two = SimpleNamespace(**find("kimi-k3-decode").workload(Options("tp2", 4, 1)).dims)
+    with pytest.raises(ValueError, match="up to 16 heads of MLA, not 48"):
+        refuse_others(two)
+    refuse_others(SimpleNamespace(**find("kimi-k3-decode").workload(Options("tp2", 3, 1)).dims))
+    refuse_others(SimpleNamespace(**find("kimi-k3-decode").workload(Options("tp8", 4, 1)).dims))
+    with pytest.raises(ValueError, match="each of 48 heads"):
+        op_of("tp2", 3, 32)
