@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from targets.base import Options, find
+from targets.kimi_k3.baseline.graph import TorchGraphBaseline
 from targets.kimi_k3.reference import KimiReference
 from tests.targets import triton_lite
 from tests.targets.kimi import rel
@@ -63,3 +64,10 @@ def test_the_decode_step_is_refused() -> None:
     module = importlib.import_module("targets.kimi_k3.baseline.peers")
     with pytest.raises(NotImplementedError, match="only allreduce-attn-res and oproj-allreduce"):
         module.NcclBaseline(summed).prepare(w, {})
+
+
+def test_the_torch_operations_of_a_whole_step_say_that_they_are_for_one_gpu() -> None:
+    options = Options("tiny-tp2", 2, 1, extra={"mode": "peer2"})
+    w = find("kimi-k3-decode").workload(options)
+    with pytest.raises(NotImplementedError, match="one GPU"):
+        TorchGraphBaseline().prepare(w, {})

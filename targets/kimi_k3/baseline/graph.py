@@ -17,6 +17,7 @@ from targets.base import Workload
 from targets.kimi_k3.baseline import ops
 from targets.kimi_k3.maths.layer import Layer, layer_of
 from targets.kimi_k3.options import Run, bank_rows, resolve
+from targets.kimi_k3.ranks import gpus
 from targets.reference import Tensors
 
 
@@ -42,7 +43,9 @@ class TorchGraphBaseline:
     calls: Calls = EAGER
 
     def prepare(self, w: Workload, tensors: Tensors) -> None:
-        """Once per set of tensors; `step` then always uses these."""
+        """Once per set of tensors; `step` then always uses these. Raises NotImplementedError for several GPUs."""
+        if gpus(w) > 1:
+            raise NotImplementedError("these torch operations are for one GPU")
         self.part = w.target.removeprefix("kimi-k3-")
         self.run: Run = resolve(self.part, w.options)
         self.t = tensors
