@@ -65,19 +65,17 @@ def registers(n, first, step):
 
 
 @cute.jit
-def post_some(here: Int64, there: Int64, r: cute.Tensor, n: cutlass.Constexpr):
-    """As `post`, n = 2 or 4 f32 at once: r[n] to `here`; its place for the other turn is emptied."""
-    size = ".v" + str(n)
+def send_some(here: Int64, r: cute.Tensor, n: cutlass.Constexpr):
+    """n = 2 or 4 f32 at once: r[n] to `here`; somebody empties its place for the other turn (`empty_some`)."""
     cute.arch.inline_ptx(
-        f"st.relaxed.gpu.global{size}.f32 [{{$r0}}], {registers(n, 3, 1)};"
-        f" st.relaxed.gpu.global{size}.b32 [{{$r1}}], {registers(n, 2, 0)};",
-        read_only_args=[here, there, Uint32(0xFFFFFFFF), *(r[k] for k in range(n))],
+        f"st.relaxed.gpu.global.v{n}.f32 [{{$r0}}], {registers(n, 1, 1)};",
+        read_only_args=[here, *(r[k] for k in range(n))],
     )
 
 
 @cute.jit
 def empty_some(there: Int64, n: cutlass.Constexpr):
-    """n = 2 or 4 f32 of a box are emptied by a CTA that has nothing for them this time."""
+    """n = 2 or 4 f32 of a box are emptied."""
     size = ".v" + str(n)
     cute.arch.inline_ptx(
         f"st.relaxed.gpu.global{size}.b32 [{{$r0}}], {registers(n, 1, 0)};",

@@ -158,7 +158,7 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
                 it = bring(c, layer, it, first + part, op)
                 if cutlass.const_expr(op.lead > 0):
                     if part == 0:
-                        c.list[GOAL], c.list[ASKED] = layer + 1, Int32(0)
+                        c.list[GOAL], c.list[ASKED] = layer + 1, Int32(-op.lead_front)
                 if cutlass.const_expr("M" in d.attn):
                     if first == 2 and part == 1:
                         cache = cache_of(io.lengths, io.table, io.mapping, op)

@@ -22,7 +22,7 @@ from targets.kimi_k3.seeds.persistent.moe_experts import experts_down, experts_u
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_down, fill_up
 from targets.kimi_k3.seeds.persistent.moe_route import choose, load_bias
 from targets.kimi_k3.seeds.persistent.products import drain_wide, gathered
-from targets.kimi_k3.seeds.persistent.ring import await_ahead, bring, bulk, fill, stage_free
+from targets.kimi_k3.seeds.persistent.ring import ASKED, await_ahead, bring, bulk, fill, stage_free
 from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.units import (
     ask_latent,
@@ -80,6 +80,8 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
             it = fill(c, it, source, router[1] if part == 0 else latent[1], op.wide, op)
     else:
         it = fill_two(c, it, router, latent, op)
+    if cutlass.const_expr(op.lead_front > 0):
+        c.list[ASKED] = Int32(0) if c.list[ASKED] < 0 else c.list[ASKED]
     if cutlass.const_expr(op.units and op.shared_first):
         for part in cutlass.range(4, unroll=1):
             which = 6 + part if part < 2 else 11 - part

@@ -6,7 +6,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import lanes_max, lanes_sum
 from targets.kimi_k3.seeds.mla_attention import mma_16x32
-from targets.kimi_k3.seeds.persistent.boxes import box, empty_some, post, post_some
+from targets.kimi_k3.seeds.persistent.boxes import box, empty_some, send_some
 from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, view
 from targets.kimi_k3.seeds.persistent.mla_cache import Cache, entry, patch, token_at
 from targets.kimi_k3.seeds.persistent.mla_query import load_query
@@ -124,10 +124,8 @@ def weigh(
 def attend(
     c: Ctx, layer: Int32, it: Int32, cache: Cache, physical: Int32, turn: Int32, op: cutlass.Constexpr
 ):  # fmt: skip
-    """Boxes sums and stats of this CTA's pages for all heads, the first of them at `physical`.
-
-    A CTA without pages empties its places of the other turn. Not even a maximum of -inf is an empty element.
-    """
+    """Boxes sums and stats of this CTA's pages for all heads, the first of them at `physical`; not even a maximum of -inf
+    is an empty element. `empty_sums` comes behind the hint."""
     d = op.d
     each = op.value_each
     words = op.query_words
@@ -169,30 +167,48 @@ def attend(
 def send_sums(
     c: Ctx, any: Boolean, sState: cute.Tensor, rC: cute.Tensor, turn: Int32, op: cutlass.Constexpr
 ):
-    """rC [4, each] of the value warps and the statistics of each head into their boxes, if there are any."""
+    """rC [4, each] of the value warps and the statistics of each head into their boxes, if there are any. `empty_sums`
+    empties their places for the other turn behind the hint."""
     d = op.d
-    each = op.value_each
-    if c.tid < d.mla_heads:
+    if c.tid < d.mla_heads and any:
         i = (c.cta * d.mla_heads + c.tid) * 2
-        if any:
-            post(c, "stats", turn, i, sState[c.tid], op)
-            post(c, "stats", turn, i + 1, sState[16 + c.tid], op)
-        else:
-            empty_some(box(c, "stats", 1 - turn, op) + Int64(i) * 4, 2)
-    here, there = box(c, "sums", turn, op), box(c, "sums", 1 - turn, op)
-    if c.warp < op.value_warps:
-        size = min(4, each)
+        here = box(c, "stats", turn, op) + Int64(i) * 4
+        rTwo = cute.make_rmem_tensor(cute.make_layout((2,)), Float32)
+        rTwo[0], rTwo[1] = sState[c.tid], sState[16 + c.tid]
+        send_some(here, rTwo, 2)
+    here = box(c, "sums", turn, op)
+    if c.warp < op.value_warps and any:
+        size = min(4, op.value_each)
         rOut = cute.make_rmem_tensor(cute.make_layout((size,)), Float32)
-        g, q = c.lane // 4, c.lane % 4
         for i in cutlass.range_constexpr(4):
-            h = g + i // 2 * 8
-            if h < d.mla_heads:
-                first = (c.cta * d.mla_heads + h) * d.kv_lora + (c.warp * 8 + 2 * q + i % 2) * each
-                for part in cutlass.range_constexpr(each // size):
-                    at_ = Int64(first + size * part) * 4
+            first = sum_place(c, i, op)
+            if c.lane // 4 + i // 2 * 8 < d.mla_heads:
+                for part in cutlass.range_constexpr(op.value_each // size):
                     for n in cutlass.range_constexpr(size):
                         rOut[n] = rC[i, size * part + n]
-                    if any:
-                        post_some(here + at_, there + at_, rOut, size)
-                    else:
-                        empty_some(there + at_, size)
+                    send_some(here + Int64(first + size * part) * 4, rOut, size)
+
+
+@cute.jit
+def sum_place(c: Ctx, i: cutlass.Constexpr, op: cutlass.Constexpr):
+    """Which element of the box a lane's i-th row of sums starts at."""
+    d, g, q = op.d, c.lane // 4, c.lane % 4
+    head = c.cta * d.mla_heads + g + i // 2 * 8
+    return head * d.kv_lora + (c.warp * 8 + 2 * q + i % 2) * op.value_each
+
+
+@cute.jit
+def empty_sums(c: Ctx, turn: Int32, op: cutlass.Constexpr):
+    """The places of `send_sums` for the other turn, which all have read by now, each by the thread that fills it."""
+    d = op.d
+    if c.tid < d.mla_heads:
+        i = (c.cta * d.mla_heads + c.tid) * 2
+        empty_some(box(c, "stats", 1 - turn, op) + Int64(i) * 4, 2)
+    there = box(c, "sums", 1 - turn, op)
+    if c.warp < op.value_warps:
+        size = min(4, op.value_each)
+        for i in cutlass.range_constexpr(4):
+            first = sum_place(c, i, op)
+            if c.lane // 4 + i // 2 * 8 < d.mla_heads:
+                for part in cutlass.range_constexpr(op.value_each // size):
+                    empty_some(there + Int64(first + size * part) * 4, size)

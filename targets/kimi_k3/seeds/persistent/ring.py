@@ -31,19 +31,24 @@ def passed(bar: Any, parity: Int32, patience: cutlass.Constexpr = 0):
 
 @cute.jit
 def ask_ahead(c: Ctx, here: Int32, op: cutlass.Constexpr):
-    """One more stage of the first matrix of layer `c.list[GOAL]` into L2, behind what the ring itself will hold of it,
+    """One more stage into L2: of the shared expert's first half in layer `c.list[GOAL]` - 1, of which `op.lead_front`
+    have negative numbers, then of the first matrix of layer `c.list[GOAL]`, behind what the ring will hold of it,
     `op.lead` at most. here: the stage of that matrix that is being asked for, or less than zero."""
     layer, asked = c.list[GOAL], c.list[ASKED]
     if asked + op.stages <= here:
         asked = here + 1 - op.stages
-    if layer < op.d.layers and asked < op.lead:
-        what = Int32(c.tab[layer * COUNT + F["kind"]])
-        part = Int32(2) if what & IS_MLA != 0 else Int32(0)
+    if asked < op.lead and (layer < op.d.layers or asked < 0):
+        part, first, on = Int32(6), asked + op.lead_front, layer - 1
+        if asked >= 0:
+            what = Int32(c.tab[layer * COUNT + F["kind"]])
+            part, first, on = Int32(2) if what & IS_MLA != 0 else Int32(0), asked + op.stages, layer
         row = cute.make_tensor(c.list.iterator + part * 6, cute.make_layout((6,)))
-        first = (asked + op.stages) * row[4]
+        first = first * row[4]
         n = row[2] - first if row[2] - first < row[4] else row[4]
-        start = c.tab[layer * COUNT + row[0]] + Int64(row[1]) + Int64(first) * row[3]
+        start = c.tab[on * COUNT + row[0]] + Int64(row[1]) + Int64(first) * row[3]
         to_l2(start, n * row[3])
+        if row[5] > 0:
+            to_l2(start + Int64(row[5]), n * row[3])
         asked += 1
     c.list[ASKED] = asked
 
