@@ -151,6 +151,67 @@ def drain_two(
 
 
 @cute.jit
+def take_stage(
+    c: Ctx, it: Int32, n: Int32, rA: cute.Tensor, rB: cute.Tensor, rX: cute.Tensor, op: cutlass.Constexpr
+):  # fmt: skip
+    """The diagonals of a stage's two rows (the first twice if n is 1), which is given back before its product."""
+    g = op.wide
+    slot = stage_full(c, it, op)
+    load_row(c, slot * (op.stage // 16), rA, g)
+    load_row(c, slot * (op.stage // 16) + (n - 1) * g.vecs, rB, g)
+    stage_done(c, slot)
+    rC = cute.make_rmem_tensor(cute.make_layout((4, 2)), Float32)
+    rC.fill(0.0)
+    for v in cutlass.range_constexpr(g.per):
+        mma_rows(rC[None, v % 2], rA[None, v], rB[None, v], rX[None, v])
+    for e in cutlass.range_constexpr(4):
+        rC[e, 0] = rC[e, 0] + rC[e, 1]
+    return diagonal(c, rC[None, 0])
+
+
+@cute.jit
+def drain_pairs(
+    c: Ctx, it: Int32, rows: Int32, pairs: Boolean, base: Int32, rX: cute.Tensor, op: cutlass.Constexpr
+):  # fmt: skip
+    """`drain_two` of two stages at a time: their sums travel between lanes together."""
+    g = op.wide
+    chunk = Int32(1) if pairs else Int32(2)
+    rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rB = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    for first in cutlass.range(0, rows, 2 * chunk, unroll=1):
+        left = rows - first
+        n = Int32(1) if left < chunk else Int32(2)
+        m = Int32(0)
+        x, y = take_stage(c, it, n, rA, rB, rX, op)
+        it += 1
+        z, w = Float32(0.0), Float32(0.0)
+        if left > chunk:
+            m = Int32(1) if left - chunk < chunk else Int32(2)
+            z, w = take_stage(c, it, m, rA, rB, rX, op)
+            it += 1
+        x = x + cute.arch.shuffle_sync_bfly(y, offset=1)
+        z = z + cute.arch.shuffle_sync_bfly(w, offset=1)
+        x = x + cute.arch.shuffle_sync_bfly(z, offset=2)
+        for k in cutlass.range_constexpr(3):
+            x = x + cute.arch.shuffle_sync_bfly(x, offset=(4, 9, 18)[k])
+        if c.lane < n + m and c.warp < g.width:
+            row = 2 * first if pairs else first
+            c.part[(base + row + c.lane) * STRIDE + c.warp] = x
+    return it
+
+
+@cute.jit
+def drain_twos(
+    c: Ctx, it: Int32, rows: Int32, pairs: Boolean, base: Int32, rX: cute.Tensor, op: cutlass.Constexpr
+):  # fmt: skip
+    if cutlass.const_expr(getattr(op, "twos", 1) > 1):
+        it = drain_pairs(c, it, rows, pairs, base, rX, op)
+    else:
+        it = drain_two(c, it, rows, pairs, base, rX, op)
+    return it
+
+
+@cute.jit
 def drain(
     c: Ctx,
     it: Int32,
@@ -164,7 +225,7 @@ def drain(
     if cutlass.const_expr(getattr(op, "couples", 1) > 1 and four_in_hand(g)):
         it = drain_four(c, it, rows, base, rX, g, op)
     elif cutlass.const_expr(getattr(op, "couples", 1) > 1 and one_in_hand(g, op)):
-        it = drain_two(c, it, rows, Boolean(g.pair), base, rX, op)
+        it = drain_twos(c, it, rows, Boolean(g.pair), base, rX, op)
     else:
         it = drain_rows(c, it, rows, base, rX, g, op)
     return it
@@ -216,7 +277,7 @@ def drain_wide(
     """`drain` for rows of `hidden` columns, single or in pairs as the caller finds at run time: one copy of the code
     serves them all."""
     if cutlass.const_expr(getattr(op, "couples", 1) > 1 and one_in_hand(op.wide, op)):
-        it = drain_two(c, it, rows, pairs, base, rX, op)
+        it = drain_twos(c, it, rows, pairs, base, rX, op)
     else:
         it = drain_wide_rows(c, it, rows, pairs, base, rX, op)
     return it

@@ -36,7 +36,7 @@ def fill_experts(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     first, n = share(d.topk * t.up_units, c.cta, op.ctas)
     codes, scales = CODE_TILE * g.code_bytes, CODE_TILE * g.scale_bytes
     for u in cutlass.range(first, first + n, unroll=1):
-        slot = stage_free(c, it, op, Int32(-1))
+        slot = stage_free(c, it, op, Int32(op.stages if op.burst_up else -1))
         row = Int64(c.ids[u // t.up_units] * d.expert_dim + u % t.up_units * CODE_TILE)
         cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * (codes + scales))
         for half in cutlass.range_constexpr(2):
