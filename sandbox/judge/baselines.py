@@ -100,12 +100,13 @@ class Yardstick:
         tensors = lanes.tensors(0)
 
         def copy() -> Tensors:
-            return {b.name: tensors[b.name].clone() for b in case.buffers("outputs", "states")}
+            return {b.name: case.copy(tensors[b.name]) for b in case.buffers("outputs", "states")}
 
         if not self._given:
             self._before = copy()
+            read = _named(tensors, case, "inputs", "weights")
             self._given = {
-                **_named(tensors, case, "inputs", "weights"), **_named(self._before, case, "states"),
+                **{n: case.here(t) for n, t in read.items()}, **_named(self._before, case, "states"),
             }  # fmt: skip
         one.step()
         case.device.synchronize()
