@@ -11,7 +11,7 @@ from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, IS_MLA, F, 
 from targets.kimi_k3.seeds.persistent.halves import Io
 from targets.kimi_k3.seeds.persistent.mla_cache import cache_of, fill_cache
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_dense
-from targets.kimi_k3.seeds.persistent.ring import ASKED, GOAL, bring, to_l2
+from targets.kimi_k3.seeds.persistent.ring import bring, to_l2
 from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.units import choose_alone
 
@@ -138,8 +138,6 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
     d = op.d
     it, routed = Int32(0), Int32(0)
     write_list(c, op)
-    if cutlass.const_expr(op.lead > 0):
-        c.list[GOAL], c.list[ASKED] = Int32(d.layers), Int32(0)
     if cutlass.const_expr(not op.units):
         write_small(c, op)
     for ahead_ in cutlass.range(d.layers + 1, unroll=1):
@@ -156,9 +154,6 @@ def produce(c: Ctx, io: Io, op: cutlass.Constexpr):
                 first, many = Int32(2), Int32(4)
             for part in cutlass.range(many, unroll=1):
                 it = bring(c, layer, it, first + part, op)
-                if cutlass.const_expr(op.lead > 0):
-                    if part == 0:
-                        c.list[GOAL], c.list[ASKED] = layer + 1, Int32(-op.lead_front)
                 if cutlass.const_expr("M" in d.attn):
                     if first == 2 and part == 1:
                         cache = cache_of(io.lengths, io.table, io.mapping, op)

@@ -22,7 +22,7 @@ from targets.kimi_k3.seeds.persistent.moe_experts import experts_down, experts_u
 from targets.kimi_k3.seeds.persistent.moe_fill import fill_down, fill_up
 from targets.kimi_k3.seeds.persistent.moe_route import choose, load_bias
 from targets.kimi_k3.seeds.persistent.products import drain_wide, gathered
-from targets.kimi_k3.seeds.persistent.ring import ASKED, await_ahead, bring, bulk, fill, stage_free
+from targets.kimi_k3.seeds.persistent.ring import bring, bulk, fill, stage_free
 from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.units import (
     ask_latent,
@@ -57,14 +57,6 @@ def fill_two(c: Ctx, it: Int32, one: tuple, two: tuple, op: cutlass.Constexpr):
 
 
 @cute.jit
-def await_routing(c: Ctx, routing: Int32, op: cutlass.Constexpr):
-    if cutlass.const_expr(op.lead > 0):
-        await_ahead(c, c.routed, routing & 1, Int32(-1), op)
-    else:
-        cute.arch.mbarrier_wait(c.routed, routing & 1)
-
-
-@cute.jit
 def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Constexpr):
     """All of one FFN; waits for the routing, number `routing` of the launch, before the routed experts."""
     d = op.d
@@ -80,14 +72,12 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
             it = fill(c, it, source, router[1] if part == 0 else latent[1], op.wide, op)
     else:
         it = fill_two(c, it, router, latent, op)
-    if cutlass.const_expr(op.lead_front > 0):
-        c.list[ASKED] = Int32(0) if c.list[ASKED] < 0 else c.list[ASKED]
     if cutlass.const_expr(op.units and op.shared_first):
         for part in cutlass.range(4, unroll=1):
             which = 6 + part if part < 2 else 11 - part
             if part == 3:
                 timeline.mark(c.brought, "routing", layer, kind="wait")
-                await_routing(c, routing, op)
+                cute.arch.mbarrier_wait(c.routed, routing & 1)
                 timeline.mark(c.brought, "bring experts", layer)
                 it = fill_experts(c, layer, it, op)
                 it = fill_down(c, layer, it, op)
@@ -97,7 +87,7 @@ def fill_ffn(c: Ctx, layer: Int32, it: Int32, routing: Int32, op: cutlass.Conste
             it = bring(c, layer, it, 6 + part, op)
             if part == 0:
                 timeline.mark(c.brought, "routing", layer, kind="wait")
-                await_routing(c, routing, op)
+                cute.arch.mbarrier_wait(c.routed, routing & 1)
                 timeline.mark(c.brought, "bring experts", layer)
                 if cutlass.const_expr(op.units):
                     it = fill_experts(c, layer, it, op)

@@ -28,6 +28,7 @@ from targets.kimi_k3.seeds.persistent.device import (
     field,
     unpack,
     view,
+    within,
     words_at,
 )
 from targets.kimi_k3.seeds.persistent.edges import hint, wait
@@ -152,18 +153,21 @@ def update(
         sU = view(c, Float32, 0, 3 * HEAD)
         sRaw = view(c, Float32, 3 * HEAD * 4, HEAD)
         live = p.slot > 0
+        rA = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
+        rAf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+        rFf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
+        # all that is in the box is on its way before the first look at any of it
+        ch = channel_of(p, within(c.tid, 2 * HEAD + p.count), op)
+        f_a = proj + Int64(8 * d.kda_dim) + Int64(c.lane % 16) * 16
+        b = proj + Int64(8 * d.kda_dim + 2 * HEAD) + Int64(p.head) * 2
+        bits, gate_bits = peek_half(proj + Int64(ch) * 2), peek_half(b)
+        peek(f_a, rA)
         if c.tid < 2 * HEAD + p.count:
-            ch = channel_of(p, c.tid, op)
-            x = insist_half(proj + Int64(ch) * 2, peek_half(proj + Int64(ch) * 2), op)
+            x = insist_half(proj + Int64(ch) * 2, bits, op)
             sU[c.tid] = silu(sU[c.tid] + x * s.conv[3])
             if live and (p.slice == 0 or c.tid >= 2 * HEAD):
                 gFresh = at(BFloat16, fresh(c, layer, op), 3 * d.kda_dim)
                 gFresh[ch] = x.to(BFloat16)
-        rA = cute.make_rmem_tensor(cute.make_layout((4,)), Uint32)
-        rAf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-        rFf = cute.make_rmem_tensor(cute.make_layout((8,)), Float32)
-        f_a = proj + Int64(8 * d.kda_dim) + Int64(c.lane % 16) * 16
-        peek(f_a, rA)
         insist(f_a, rA, 2, op)
         unpack(rA, rAf)
         for j in cutlass.range_constexpr(-(-HEAD // (2 * op.warps))):
@@ -180,8 +184,7 @@ def update(
             gate = sigmoid(s.rate * (sRaw[c.tid] + s.bias))
             sRaw[c.tid] = cute.math.exp(-5.0 * gate)
         consumers(op)
-        b = proj + Int64(8 * d.kda_dim + 2 * HEAD) + Int64(p.head) * 2
-        beta = sigmoid(insist_half(b, peek_half(b), op))
+        beta = sigmoid(insist_half(b, gate_bits, op))
         rows_update(c, layer, p, s, (sU, sRaw, beta), turn, op)
     else:
         consumers(op)

@@ -180,14 +180,16 @@ def late(
         rS[s] = -Float32.inf
         if s < sources or s == last:
             square, total = take_two(c, 2 * s, g.width)
-            rS[s] = cute.math.rsqrt(square / d.hidden + d.eps) * total
+            rS[s] = cute.math.rsqrt(square * (1.0 / d.hidden) + d.eps) * total
         top = cute.arch.fmax(top, rS[s])
     total = Float32(0.0)
     for s in cutlass.range_constexpr(last + 1):
         rS[s] = cute.math.exp(rS[s] - top)
         total += rS[s]
+    # products instead of quotients, which take eight instructions and a branch each, in every warp
+    share = 1.0 / total
     for s in cutlass.range_constexpr(last + 1):
-        rS[s] = rS[s] / total
+        rS[s] = rS[s] * share
     rM = cute.make_rmem_tensor(cute.make_layout((8, g.per)), Float32)
     for v in cutlass.range_constexpr(g.per):
         for w in cutlass.range_constexpr(4):
@@ -210,7 +212,7 @@ def late(
             square += rM[w, v] * rM[w, v]
     put(c, 2 * last + 2, square)
     consumers(op)
-    scale = cute.math.rsqrt(take(c, 2 * last + 2, g.width) / d.hidden + d.eps)
+    scale = cute.math.rsqrt(take(c, 2 * last + 2, g.width) * (1.0 / d.hidden) + d.eps)
     for v in cutlass.range_constexpr(g.per):
         for w in cutlass.range_constexpr(4):
             a = rM[2 * w, v] * scale * low(e.out[w, v])

@@ -124,8 +124,8 @@ def weigh(
 def attend(
     c: Ctx, layer: Int32, it: Int32, cache: Cache, physical: Int32, turn: Int32, op: cutlass.Constexpr
 ):  # fmt: skip
-    """Boxes sums and stats of this CTA's pages for all heads, the first of them at `physical`; not even a maximum of -inf
-    is an empty element. `empty_sums` comes behind the hint."""
+    """Boxes sums and stats of this CTA's pages for all heads, the first of them at `physical`; not even a maximum of
+    -inf is an empty element. `empty_sums` comes behind the hint."""
     d = op.d
     each = op.value_each
     words = op.query_words

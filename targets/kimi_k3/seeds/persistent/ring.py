@@ -7,11 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from targets.kimi_k3.seeds.persistent.device import Ctx
-from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_MLA, F
+from targets.kimi_k3.seeds.persistent.fields import COUNT
 
 EVICT_FIRST = 0x12F0000000000000
-GOAL, ASKED = 158, 159
-"""Where in `Ctx.list` a producer keeps the layer whose first matrix L2 is asked for, and how many stages of it were."""
 
 
 @cute.jit
@@ -30,55 +28,19 @@ def passed(bar: Any, parity: Int32, patience: cutlass.Constexpr = 0):
 
 
 @cute.jit
-def ask_ahead(c: Ctx, here: Int32, op: cutlass.Constexpr):
-    """One more stage into L2: of the shared expert's first half in layer `c.list[GOAL]` - 1, of which `op.lead_front`
-    have negative numbers, then of the first matrix of layer `c.list[GOAL]`, behind what the ring will hold of it,
-    `op.lead` at most. here: the stage of that matrix that is being asked for, or less than zero."""
-    layer, asked = c.list[GOAL], c.list[ASKED]
-    if asked + op.stages <= here:
-        asked = here + 1 - op.stages
-    if asked < op.lead and (layer < op.d.layers or asked < 0):
-        part, first, on = Int32(6), asked + op.lead_front, layer - 1
-        if asked >= 0:
-            what = Int32(c.tab[layer * COUNT + F["kind"]])
-            part, first, on = Int32(2) if what & IS_MLA != 0 else Int32(0), asked + op.stages, layer
-        row = cute.make_tensor(c.list.iterator + part * 6, cute.make_layout((6,)))
-        first = first * row[4]
-        n = row[2] - first if row[2] - first < row[4] else row[4]
-        start = c.tab[on * COUNT + row[0]] + Int64(row[1]) + Int64(first) * row[3]
-        to_l2(start, n * row[3])
-        if row[5] > 0:
-            to_l2(start + Int64(row[5]), n * row[3])
-        asked += 1
-    c.list[ASKED] = asked
-
-
-@cute.jit
-def await_ahead(c: Ctx, bar: Any, parity: Int32, here: Int32, op: cutlass.Constexpr):
-    """Waits for an mbarrier; meanwhile memory, which has nothing to do for this SM, brings into L2 what comes later, no
-    faster than a stage every `op.lead_ns`, so that it stands in nobody's way."""
-    ready = passed(bar, parity, op.lead_ns)
-    while ready == 0:
-        ask_ahead(c, here, op)
-        ready = passed(bar, parity, op.lead_ns)
-
-
-@cute.jit
 def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
     """Slot of stage number `it`, once its last use is over and few enough stages are on their way.
 
     What is on its way queues before everything else in the memory system: with a whole ring of 200 KB a CTA an edge
     takes 3 us instead of 0.6. But consumers that find nothing in the ring wait for one stage after another, the longer
     the slower their SM is: while fewer than `hungry` stages are on their way or there, the next one waits for none.
-    here: which stage of a layer's first matrix it is, or less than zero, in the decode step. Who asks for more of that
-    matrix than the ring holds has consumers that are at it and wait for nothing else: `burst` stages may travel then.
+    here: which stage of its phase it is, or less than zero, in the decode step. Who asks for more than the ring held
+    when the phase began has consumers that are at it and wait for no edge: `burst` stages may travel then, but none is
+    asked for sooner than some `burst_ns` after the one before, so that no SM is far ahead of the others.
     """
     slot = it % op.stages
     if it >= op.stages:
-        if cutlass.const_expr(here is not None and op.lead > 0):
-            await_ahead(c, c.empty + slot, (it // op.stages - 1) & 1, here, op)
-        else:
-            cute.arch.mbarrier_wait(c.empty + slot, (it // op.stages - 1) & 1)
+        cute.arch.mbarrier_wait(c.empty + slot, (it // op.stages - 1) & 1)
     if cutlass.const_expr(0 < op.in_flight < getattr(op, "hungry", 0) <= op.stages):
         near, far = it - op.in_flight, it - op.hungry
         if far >= 0:
@@ -91,6 +53,10 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
         before = it - op.in_flight
         if cutlass.const_expr(here is not None and op.burst > 0):
             before = it - op.burst if here >= op.stages else before
+            if cutlass.const_expr(op.burst_ns > 0):
+                if here >= op.stages:
+                    # nobody passes the barrier of a stage that nobody has asked for: a pause
+                    passed(c.full + slot, (it // op.stages) & 1, op.burst_ns)
         if before >= 0:
             cute.arch.mbarrier_wait(c.full + before % op.stages, (before // op.stages) & 1)
     return slot
@@ -162,6 +128,8 @@ def bring(c: Ctx, layer: Int32, it: Int32, part: Int32, op: cutlass.Constexpr):
     rows, row_bytes, chunk, apart = row[2], row[3], row[4], row[5]
     for first in cutlass.range(0, rows, chunk, unroll=1):
         here = first // chunk if part == 0 or part == 2 else Int32(-1)
+        if cutlass.const_expr(op.burst_front):
+            here = Int32(op.stages) if part == 6 else here
         slot = stage_free(c, it, op, here)
         n = rows - first if rows - first < chunk else chunk
         start = source + Int64(first) * row_bytes

@@ -30,12 +30,11 @@ from targets.kimi_k3.seeds.persistent.tile_plan import TileOp, refuse_others_til
 
 TUNABLES = {
     "ring_stages": (0, 7, 6, 5, 4, 3, 2),
-    "consumer_warps": (14, 8),
+    "consumer_warps": (14,),
     "ctas": (0, 4, 8, 16, 32, 64, 128, 132),
     "early": (16, 0, 4, 64),
     "in_flight": (2, 0, 3, 4, 5, 6, 1),
     "ahead": (0, 1, 2, 3),
-    "sets": (1, 2),
     "spin_limit": (0, 200000, 2000000),
 }
 
@@ -117,26 +116,19 @@ def tile_kernel(
     chosen = (c.ids, c.share)
     if cutlass.const_expr(op.tokens > 1):
         chosen = (smem(Int32, (op.pairs,), (1,)), smem(Float32, (op.pairs,), (1,)))
-    if c.warp < op.warps:
-        if cutlass.const_expr(op.lent):
-            # by all warps of four: the others' registers go to the consumers
-            cute.arch.setmaxregister_increase(op.lent[0])
+    if c.warp == op.warps:
+        produce_tiles(c, op)
+    elif c.warp < op.warps:
         consume_tiles(c, chosen, mIds, op)
-    else:
-        if cutlass.const_expr(op.lent):
-            cute.arch.setmaxregister_decrease(op.lent[1])
-        if c.warp == op.warps:
-            produce_tiles(c, op)
-        elif c.warp == op.warps + 1:
-            if cutlass.const_expr(op.alone):
-                route_layers(c, mIds, op)
+    elif cutlass.const_expr(op.alone):
+        route_layers(c, mIds, op)
 
 
 def tile_shape(dims, cfg):
     refuse_others_tiles(dims)
     return TileOp(
         dims, ctas_of(dims, cfg), cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early, cfg.in_flight,
-        cfg.ahead, cfg.sets,
+        cfg.ahead,
     )  # fmt: skip
 
 

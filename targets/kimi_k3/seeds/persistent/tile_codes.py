@@ -66,16 +66,6 @@ def wanted(c: Any, op: cutlass.Constexpr):
 
 
 @cute.jit
-def set_of(c: Any, op: cutlass.Constexpr):
-    """(the set of warps that this one belongs to, which of its warps it is)."""
-    found = Int32(0), c.warp
-    if cutlass.const_expr(op.sets > 1):
-        each = op.warps // op.sets
-        found = c.warp // each, c.warp % each
-    return found
-
-
-@cute.jit
 def unit_times(c: Any, slot: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
     """rC[4] of sixteen rows, even ones of w1 and odd ones of w3; this warp's columns."""
     g = op.up
@@ -84,9 +74,8 @@ def unit_times(c: Any, slot: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
     half, i = c.lane // 4 % 2, c.lane // 8
     code = (slot * op.stage + half * op.up_block) // 16 + i * (g.code_bytes // 16)
     scale = slot * op.stage + op.up_scales + (half * CODE_TILE + i) * g.scale_bytes
-    warp = set_of(c, op)[1]
     for v in cutlass.range_constexpr(op.up_chunks):
-        j = (warp * op.up_chunks + v) * 4 + c.lane % 4
+        j = (c.warp * op.up_chunks + v) * 4 + c.lane % 4
         codes_times(
             rC[None, v], group_of(c, code + j, scale + j),
             group_of(c, code + 4 * (g.code_bytes // 16) + j, scale + 4 * g.scale_bytes + j), rL[None, None, v],

@@ -146,22 +146,19 @@ def first_expert(
         hidden_alone(c, expert, v, rX[None, None, v], op)
         if cutlass.const_expr(v < op.ahead):
             for k in cutlass.range_constexpr(4):
-                mma_rows(rC[None, v], rW[None, 0, k, v], rW[None, 1, k, v], rX[None, k, v])
+                mma_rows(rC, rW[None, 0, k, v], rW[None, 1, k, v], rX[None, k, v])
         else:
-            piece_times(c, piece, tile, v, (rC[None, v], rX[None, None, v], n), op)
+            piece_times(c, piece, tile, v, (rC, rX[None, None, v], n), op)
 
 
 @cute.jit
 def weigh(c: Tiles, expert: Int32, rC: cute.Tensor, rSum: cute.Tensor, op: cutlass.Constexpr):
-    """rSum[4] += weight of the expert for the lane's two tokens times bf(sum of rC[4, chunks])."""
-    for v in cutlass.range_constexpr(1, op.down_chunks):
-        for e in cutlass.range_constexpr(4):
-            rC[e, 0] = rC[e, 0] + rC[e, v]
+    """rSum[4] += weight of the expert for the lane's two tokens times bf(rC)."""
     for e in cutlass.range_constexpr(2):
         token = c.lane % 4 * 2 + e
         if token < op.tokens:
             w = c.share[expert * op.tokens + token]
-            a, b = round_bf16(rC[e, 0] * CODE_SCALE_T), round_bf16(rC[2 + e, 0] * CODE_SCALE_T)
+            a, b = round_bf16(rC[e] * CODE_SCALE_T), round_bf16(rC[2 + e] * CODE_SCALE_T)
             rSum[e] = rSum[e] + w * a if w != Float32(0.0) else rSum[e]
             rSum[2 + e] = rSum[2 + e] + w * b if w != Float32(0.0) else rSum[2 + e]
 
@@ -181,7 +178,7 @@ def tiles_down(
     works = turn < op.down_share
     rX = cute.make_rmem_tensor(cute.make_layout((4, 4, op.down_chunks)), Uint32)
     rSum = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
-    rC = cute.make_rmem_tensor(cute.make_layout((4, op.down_chunks)), Float32)
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
     rSum.fill(0.0)
     rX.fill(0)
     expert = turn if works else Int32(op.touched)
@@ -205,7 +202,7 @@ def tiles_down(
             for v in cutlass.range_constexpr(op.down_chunks):
                 if cutlass.const_expr(op.alone):
                     hidden_alone(c, expert, v, rX[None, None, v], op)
-                piece_times(c, piece, tile, v, (rC[None, v], rX[None, None, v], n), op)
+                piece_times(c, piece, tile, v, (rC, rX[None, None, v], n), op)
                 if cutlass.const_expr(not op.alone):
                     load_hidden(c, layer, expert + op.down_share, v, rX[None, None, v], op)
             weigh(c, expert, rC, rSum, op)

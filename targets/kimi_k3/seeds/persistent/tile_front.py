@@ -105,7 +105,7 @@ def tile_shared(
 @cute.jit
 def first_x(c: Tiles, layer: Int32, op: cutlass.Constexpr):
     """rX[4, steps] of this lane's token: from the inputs in the first instance, else from its box."""
-    g = op.tile(op.d.hidden, 8)
+    g = op.tile(op.d.hidden, 16)
     start = place(c, "x", layer, op)
     start = field(c, layer, T["x"], COUNT_T) if layer == 0 else start
     if cutlass.const_expr(op.alone):

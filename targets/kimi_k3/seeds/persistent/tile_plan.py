@@ -29,9 +29,8 @@ class Tile:
 
     @property
     def active(self):
-        """Warps that take part: as many as fill a stage best."""
-        found = [a for a in range(1, self.warps + 1) if self.k // 64 % a == 0]
-        return max(found, key=lambda a: (a * self._wide(a), a))
+        """Warps that take part."""
+        return max(a for a in range(1, self.warps + 1) if self.k // 64 % a == 0)
 
     @property
     def spans(self):
@@ -40,15 +39,9 @@ class Tile:
 
     @property
     def wide(self):
-        """Spans in a stage: as many as fit, one at least."""
-        return self._wide(self.active)
-
-    def _wide(self, active):
-        spans = self.k // 64 // active
-        return max(
-            w for w in range(1, spans + 1)
-            if w == 1 or (spans % w == 0 and 128 * active * w * self.height <= STAGE)
-        )  # fmt: skip
+        """Spans in a stage: two of them if it holds no more bytes than one of sixteen rows by 896 columns."""
+        fits = 256 * self.active * self.height <= STAGE
+        return 2 if fits and self.height == 8 and self.spans % 2 == 0 else 1
 
     @property
     def slices(self):
@@ -85,8 +78,6 @@ class TileOp:
     """Stages that may be on their way at once, 0: the whole ring (`ring.stage_free` says why)."""
     ahead: int = 0
     """Chunks of w2 of a warp's first expert that are made operands before h is there, for a single token."""
-    sets: int = 1
-    """Sets of warps that take stages of w1 and w3 in turn: the fewer warps share one, the more columns each has."""
 
     @property
     def threads(self):
@@ -108,20 +99,8 @@ class TileOp:
 
     @property
     def block(self):
-        """Threads of a CTA: consumers, a producer warp, for one token a routing warp; whole fours of warps where
-        registers are lent.
-        """
-        used = self.warps + (2 if self.alone else 1)
-        return 32 * (-(-used // 4) * 4 if self.lent else used)
-
-    @property
-    def lent(self):
-        """Registers of a consumer and of the other warps, where there are two fours of consumers; else as compiled.
-        Of three fours of warps each has 168 when a launch begins.
-        """
-        if self.warps != 8:
-            return ()
-        return (200, 104) if self.alone else (232, 40)
+        """Threads of a CTA: consumers, a producer warp, for one token a routing warp."""
+        return self.threads + (64 if self.alone else 32)
 
     @property
     def vector_words(self):
@@ -177,7 +156,7 @@ class TileOp:
     def up_active(self):
         """Warps that share the columns of w1 and w3, 128 at a time."""
         chunks = self.d.latent // 128
-        return max(a for a in range(1, self.warps // self.sets + 1) if chunks % a == 0)
+        return max(a for a in range(1, self.warps + 1) if chunks % a == 0)
 
     @property
     def up_chunks(self):

@@ -11,7 +11,7 @@ from targets.kimi_k3.seeds.persistent.device import consumers, field
 from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
 from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.tile_boxes import place, send, sure, to_vec
-from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, set_of, unit_times, wanted
+from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, unit_times, wanted
 from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, within
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE
 from targets.kimi_k3.seeds.persistent.tile_rows import sum_of
@@ -50,8 +50,7 @@ def fill_units(c: Tiles, layer: Int32, it: Int32, op: cutlass.Constexpr):
 @cute.jit
 def latent_place(c: Tiles, k: cutlass.Constexpr, op: cutlass.Constexpr):
     """Which 16 bytes of its token's latent this lane has as its k-th."""
-    warp = set_of(c, op)[1]
-    return ((warp * op.up_chunks + k // 4) * 4 + c.lane % 4) * 4 + k % 4
+    return ((c.warp * op.up_chunks + k // 4) * 4 + c.lane % 4) * 4 + k % 4
 
 
 @cute.jit
@@ -71,7 +70,7 @@ def start_latent(c: Tiles, layer: Int32, op: cutlass.Constexpr):
     rL = cute.make_rmem_tensor(cute.make_layout((4, 4, op.up_chunks)), Uint32)
     rL.fill(0)
     token = c.lane // 4
-    if token < op.tokens and set_of(c, op)[1] < op.up_active:
+    if token < op.tokens and c.warp < op.up_active:
         for k in cutlass.range_constexpr(4 * op.up_chunks):
             peek(latent_at(c, layer, token, latent_place(c, k, op), op), rL[None, k % 4, k // 4])
     return rL
@@ -81,7 +80,7 @@ def start_latent(c: Tiles, layer: Int32, op: cutlass.Constexpr):
 def end_latent(c: Tiles, layer: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
     """What `start_latent` began, complete, pairs in the order of `spread`."""
     token, own = c.lane // 4, op.d.latent_rows // 8
-    if token < op.tokens and set_of(c, op)[1] < op.up_active:
+    if token < op.tokens and c.warp < op.up_active:
         for k in cutlass.range_constexpr(4 * op.up_chunks):
             i = latent_place(c, k, op)
             if i < own:
@@ -117,7 +116,7 @@ def latent_alone(c: Tiles, op: cutlass.Constexpr):
     """rL[4, 4, chunks]: the first four lanes' groups of a single token's latent, zero in the others."""
     rL = cute.make_rmem_tensor(cute.make_layout((4, 4, op.up_chunks)), Uint32)
     rL.fill(0)
-    if c.lane < 4 and set_of(c, op)[1] < op.up_active:
+    if c.lane < 4 and c.warp < op.up_active:
         for k in cutlass.range_constexpr(4 * op.up_chunks):
             i = op.d.shared_dim // 8 + latent_place(c, k, op)
             cute.autovec_copy(cute.local_tile(c.vec, (4,), (i,)), rL[None, k % 4, k // 4])
@@ -125,17 +124,16 @@ def latent_alone(c: Tiles, op: cutlass.Constexpr):
 
 
 @cute.jit
-def hold_unit(c: Tiles, rC: cute.Tensor, mask: Int32, at_: tuple, op: cutlass.Constexpr):
-    """part[16 (held + n) + row, column] for the n-th token that wants this expert; at_ = (held, column)."""
-    held, column = at_
+def hold_unit(c: Tiles, rC: cute.Tensor, mask: Int32, held: Int32, op: cutlass.Constexpr):
+    """part[16 (held + n) + row, warp] for the n-th token that wants this expert."""
     octet = c.lane // 4
     for e in cutlass.range_constexpr(2):
         token = c.lane % 4 * 2 + e
         if token < op.tokens:
             if (mask >> token) & 1 != 0:
                 n = held + cute.arch.popc(mask & ((Int32(1) << token) - 1))
-                c.part[(n * 16 + octet) * op.stride + column] = rC[e]
-                c.part[(n * 16 + octet + 8) * op.stride + column] = rC[2 + e]
+                c.part[(n * 16 + octet) * op.stride + c.warp] = rC[e]
+                c.part[(n * 16 + octet + 8) * op.stride + c.warp] = rC[2 + e]
 
 
 @cute.jit
@@ -155,7 +153,6 @@ def tiles_up(c: Tiles, layer: Int32, it: Int32, rL: cute.Tensor, op: cutlass.Con
     d = op.d
     first, n = share(wanted(c, op) * op.up_units, c.cta, op.ctas)
     held = Int32(0)
-    turn, column = set_of(c, op)
     for u in cutlass.range(first, first + n, unroll=1):
         i = u // op.up_units
         mask = Int32(1)
@@ -167,12 +164,9 @@ def tiles_up(c: Tiles, layer: Int32, it: Int32, rL: cute.Tensor, op: cutlass.Con
                 held = Int32(0)
         row = u % op.up_units * CODE_TILE
         slot = stage_full(c, it, op)
-        mine = column < op.up_active
-        if cutlass.const_expr(op.sets > 1):
-            mine = mine and (u - first) % op.sets == turn
-        if mine:
+        if c.warp < op.up_active:
             rC = unit_times(c, slot, rL, op)
-            hold_unit(c, rC, mask, (held, column), op)
+            hold_unit(c, rC, mask, held, op)
         stage_done(c, slot)
         it += 1
         if c.tid < op.tokens:
