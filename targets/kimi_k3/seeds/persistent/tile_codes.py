@@ -88,7 +88,7 @@ def unit_times(c: Any, slot: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
 
 @cute.jit
 def piece_times(
-    c: Any, piece: Int32, tile: Int32, v: cutlass.Constexpr, given: tuple, op: cutlass.Constexpr
+    c: Any, piece: Int32, tile: Int32, v: Any, given: tuple, op: cutlass.Constexpr
 ):  # fmt: skip
     """rC += chunk v of the rows 16 tile .. of the piece at byte `piece` of the ring times rX."""
     rC, rX, n = given

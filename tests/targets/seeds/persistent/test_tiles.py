@@ -10,7 +10,6 @@ from targets.base import Options, find
 from targets.kimi_k3.seeds.persistent.kda_sizes import pitch_of, state_stages, window
 from targets.kimi_k3.seeds.persistent.plan import Op
 from targets.kimi_k3.seeds.persistent.stages import TileRows
-from targets.kimi_k3.seeds.persistent.tile_plan import TileOp
 
 SIZES = (32, 96, 256, 512, 1536, 3584, 7168, 768, 704)
 
@@ -53,32 +52,6 @@ def test_columns_that_are_no_blocks_are_refused() -> None:
 
 def dims(part: str, preset: str, rows: int) -> SimpleNamespace:
     return SimpleNamespace(**find(f"kimi-k3-{part}").workload(Options(preset, None, rows)).dims)
-
-
-def columns_up(op: TileOp, warp: int) -> tuple[int, list[int]]:
-    """The set of a warp, and its 128 columns of the latent, as `tile_codes.set_of` and `unit_times` deal them."""
-    turn, inner = divmod(warp, op.warps // op.sets)
-    if turn >= op.sets or inner >= op.up_active:
-        return turn, []
-    return turn, [inner * op.up_chunks + v for v in range(op.up_chunks)]
-
-
-@pytest.mark.parametrize(
-    ("warps", "sets", "each"), [(14, 1, 2), (14, 2, 4), (8, 2, 7), (8, 1, 4), (7, 1, 4)]
-)
-def test_every_set_of_warps_has_all_columns_of_w1(warps: int, sets: int, each: int) -> None:
-    op = TileOp(dims("latent-moe", "tp8", 8), 132, warps, 0, 0, sets=sets)
-    assert op.up_chunks == each
-    for n in range(sets):
-        found = [columns_up(op, w) for w in range(warps)]
-        assert sorted(x for turn, mine in found if turn == n for x in mine) == list(range(28))
-
-
-@pytest.mark.parametrize("k", [7168, 3584])
-def test_a_stage_of_rows_is_as_full_with_few_warps(k: int) -> None:
-    many, few = (TileOp(dims("latent-moe", "tp8", 8), 132, w, 0, 0).tile(k, 8) for w in (14, 8))
-    assert (many.active, few.active) == (14, 7)
-    assert few.bytes == many.bytes and few.slices == many.slices
 
 
 @pytest.mark.parametrize(
