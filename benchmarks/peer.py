@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", default="oproj-allreduce")
     parser.add_argument("--preset", default="tp8-pair")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--one", action="store_true", help="decode as one rank alone, on one GPU")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--set", type=setting, nargs="*", default=[], help="tunables, name=value")
     parser.add_argument(
@@ -55,6 +56,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--no-compare", action="store_true", help="do not compare with the reference"
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        nargs="*",
+        default=[],
+        help="steps of chains that must leave the same bits",
     )
     parser.add_argument("--commit", default="", help="is put into each row")
     options = parser.parse_args(argv)

@@ -13,6 +13,7 @@ from typing import Any
 
 from peer_common import say
 from peer_pair import Pair
+from peer_repeat import repeated
 
 
 def compile_all(options: argparse.Namespace) -> None:
@@ -24,7 +25,7 @@ def compile_all(options: argparse.Namespace) -> None:
     from targets.base import Options, find
 
     target = find(f"kimi-k3-{options.target}")
-    extra = {"mode": "peer2"} if options.target == "decode" else {}
+    extra = {"mode": "peer2"} if options.target == "decode" and not options.one else {}
     source = target.seed_source()
     if options.source:
         source = _source(options)
@@ -87,6 +88,8 @@ def fused(options: argparse.Namespace) -> None:
                 if tunables.get("paired", True) and not options.no_compare:
                     row |= pair.compare()
                 row |= pair.times()
+                for steps in options.repeat:
+                    row[f"repeat {steps}"] = repeated(pair, steps, 64)
             except (Refused, Faulted) as end:
                 say(**row, failed=f"{end.status}: {end.failure.message}")
                 if isinstance(end, Faulted) and end.status != "infra":
