@@ -31,7 +31,8 @@ class DecodeOp(Op):
     halves of the shared expert come before the experts, else the second between theirs. router_first: with them, the
     router's rows are a matrix of their own before the latent's, so that the choice is known earlier. burst_up,
     burst_front: as many of the experts' units, of the shared expert's first rows, may travel at once as of a layer's
-    first matrix. twos: stages of two wide rows that a warp sums up together."""
+    first matrix. twos: stages of two wide rows that a warp sums up together. spread: the last experts' w2, fewer than
+    there are warps for, in chunks for all of them."""
 
     units: bool = False
     shared_first: bool = False
@@ -39,6 +40,7 @@ class DecodeOp(Op):
     burst_up: bool = False
     burst_front: bool = False
     twos: int = 1
+    spread: bool = False
 
     def __post_init__(self):
         super().__post_init__()
