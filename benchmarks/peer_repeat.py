@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from peer_common import SEED
+
 LEFT_OUT = ("sync", "epochs", "weigh")
 NUMBERED = ("inbox",)
 
 
 def repeated(pair: Any, steps: int, chains: int) -> dict[str, Any]:
     """`chains` graphs of `steps` steps, each from the states that the first began with."""
+    pair.fill(pair.reference.inputs(pair.w, SEED, 0, "cuda"))
     start = {n: t.clone() for n, t in pair.memory.items() if n.startswith("states.")}
 
     def chain() -> None:
