@@ -3,7 +3,7 @@
 A producer lane per CTA follows a fixed list of weight rows across instances and edges, so that memory stays busy while
 consumers wait for each other; states, taps and the low-rank decay are in registers before the edge that needs them.
 
-At tp8 on an H200 one token takes 30 us an instance, the seed 41; eight take 44 to 45, the seed 51 (docs/kernels-log.md).
+At tp8 on an H200 a token takes 30 us an instance, the seed 41; eight take 44 to 45, the seed 51 (docs/kernels-log.md).
 
 It cannot hang: every CTA arrives at an edge before it waits for it and waits for edges in their order, and a producer
 waits only for stages that its own CTA's consumers give back in order.
