@@ -19,19 +19,19 @@ def op_of(preset: str, layers: int, ctas: int, stages: int = 7, stage: int = 286
     return Op(SimpleNamespace(**dims), ctas, 14, stage, stages, 0)
 
 
-def units_of(preset: str, layers: int, ctas: int, first: bool = False) -> DecodeOp:
+def units_of(preset: str, layers: int, ctas: int, **ways: bool) -> DecodeOp:
     dims = SimpleNamespace(**find("kimi-k3-decode").workload(Options(preset, layers, 1)).dims)
     stage = ring_stage(dims, ctas, 14, 28672, True)
-    return DecodeOp(dims, ctas, 14, stage, 5, 0, kept=True, units=True, shared_first=first)
+    return DecodeOp(dims, ctas, 14, stage, 5, 0, kept=True, units=True, **ways)
 
 
 WORKLOADS = [("tiny", 6, 16), ("tiny-tp2", 6, 4), ("tp8", 4, 132), ("tp16", 4, 132)]
 
 
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("way", ["shared_first", "router_first", ""])
 @pytest.mark.parametrize(("preset", "layers", "ctas"), WORKLOADS)
-def test_ends_with_a_warp_that_chooses(preset: str, layers: int, ctas: int, first: bool) -> None:
-    assert validate(units_of(preset, layers, ctas, first), 90) == ""
+def test_ends_with_a_warp_that_chooses(preset: str, layers: int, ctas: int, way: str) -> None:
+    assert validate(units_of(preset, layers, ctas, **({way: True} if way else {})), 90) == ""
 
 
 @pytest.mark.parametrize(("preset", "layers", "ctas"), WORKLOADS)
