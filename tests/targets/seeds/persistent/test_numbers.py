@@ -65,7 +65,7 @@ def test_two_steps_in_a_row(compiler: CompileClient, part: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "extra"),
     [
-        (4, {"ctas": 12, "tile_stages": 3, "in_flight": 2}),
+        (4, {"ctas": 12, "tile_stages": 3, "in_flight": 2, "lead": 4}),
         (8, {"ctas": 4, "tile_stages": 2, "tile_bytes": 14336}),
         (2, {"ctas": 8, "tile_stages": 4, "in_flight": 0, "tile_warps": 8}),
     ],
@@ -85,7 +85,7 @@ def test_several_tokens_two_steps_in_a_row(
 @pytest.mark.parametrize(("rows", "ctas"), [(1, 4), (8, 8), (2, 16)])
 def test_tiles_of_the_latent_moe(compiler: CompileClient, rows: int, ctas: int) -> None:
     """One token has boxes without fences and a warp that routes; several share experts, and each its own routing. Eight
-    CTAs have two tiles of w2 each, which schedulers take by turns.
+    CTAs have two tiles of w2 each, which warps take by turns.
     """
     case = Case(
         "latent-moe", rows=rows, preset="tiny-tp2", layers=3, steps=2, tunables={"ctas": ctas}
