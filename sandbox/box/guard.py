@@ -112,9 +112,12 @@ class ProcessGuard:
     def _shmem_growth(self) -> int:
         """Growth since the first look at a run, where the box can make memory that is in no resident size.
 
-        The figure is the whole machine's: it is left out where the compile filter and sized mounts bound the box.
+        The figure is the whole machine's: it is left out where the compile filter and sized mounts bound the box, and
+        for code that is trusted anyway, which else is ended for what a neighbour takes.
         """
-        if self.isolation.filters > 1 and self.isolation.tier in (BoxTier.STRICT, BoxTier.LANDLOCK):
+        tier = self.isolation.tier
+        bounded = self.isolation.filters > 1 and tier in (BoxTier.STRICT, BoxTier.LANDLOCK)
+        if bounded or tier is BoxTier.NONE:
             return 0
         now = procfs.memory("Shmem")
         if self._shmem is None:

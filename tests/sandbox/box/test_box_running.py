@@ -160,6 +160,28 @@ def test_the_watchdog_limits_memory_where_no_group_does(
     assert isinstance(broken, box.Broken) and broken.reason == "memory"
 
 
+def test_trusted_code_is_not_ended_for_what_a_neighbour_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sandbox.box import cgroup
+
+    monkeypatch.setattr(cgroup, "make", lambda limits: cgroup.Groups())
+    choice = box.choose(spec("behave"), box.Settings(tier=box.BoxTier.NONE, trust_this_code=True))
+    assert isinstance(choice, box.Choice)
+    neighbour = os.memfd_create("neighbour")
+    grow = threading.Timer(0.5, os.posix_fallocate, (neighbour, 0, 300 * MB))
+    try:
+        with started("behave", choice, limits=box.Limits(memory=200 * MB)) as boxed:
+            assert boxed.isolation.memory == "watchdog"
+            grow.start()
+            broken = ask(boxed, {"do": "sleep"}, deadline_s=2.0)
+        grow.join()
+        assert os.fstat(neighbour).st_blocks * 512 >= 300 * MB
+    finally:
+        os.close(neighbour)
+    assert isinstance(broken, box.Broken) and broken.reason == "timeout"
+
+
 def test_output_is_capped_and_clean(choice: box.Choice) -> None:
     limits = box.Limits(output=1000)
     with started("behave", choice, limits=limits) as boxed:
