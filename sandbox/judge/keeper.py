@@ -139,11 +139,12 @@ class Keeper:
         )
 
     def _without_baseline(self, job: JudgeJob, place: Place, first: Verdict) -> Verdict:
-        """Where a baseline broke the GPU, the job once more without it; what happened stays among the findings."""
+        """Where a baseline broke the GPU or memory did not do for all, the job once more without; what happened stays
+        among the findings."""
         failure = first.failure
-        if failure is None or failure.rule != "baseline-fault":
+        fewer = _fewer(job, failure) if failure else None
+        if failure is None or fewer is None:
             return first
-        fewer = replace(job, baselines=(*job.baselines, f"-{failure.where.get('baseline')}"))
         second, ended = self._once(fewer, place)
         if second.status in BROKEN or second.status is Status.INFRA:
             self._recover(place, ended)
@@ -304,6 +305,15 @@ def explain(ended: Ended, deadline_s: float) -> tuple[Status, Failure]:
     return Status.INFRA, Failure(
         "judge-error", f"the judge failed {at}: {last}", {**where, "log": ended.log}
     )
+
+
+def _fewer(job: JudgeJob, failure: Failure) -> JudgeJob | None:
+    """The job with the baselines that it may do with; None where they are not to blame."""
+    if failure.rule == "baseline-fault":
+        return replace(job, baselines=(*job.baselines, f"-{failure.where.get('baseline')}"))
+    if failure.rule == "memory" and job.baselines:
+        return replace(job, baselines=())
+    return None
 
 
 def _infra(job: JudgeJob, rule: str, message: str) -> Verdict:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from sandbox.artifact import Artifact
 from sandbox.devices.base import Faulted, Program, Refused, Timer
@@ -100,7 +103,8 @@ def make_arms(s: Session, rival: tuple[Artifact, Program] | None) -> None:
 
 def named_baselines(case: Case) -> tuple[str, ...]:
     """The job's, with `usual` and `all` spelled out; `-NAME` leaves one out. Beside a screen `usual` is what costs
-    nearly nothing to make ready; whoever looks like a winner meets the target's strong baselines."""
+    nearly nothing to make ready; whoever looks like a winner meets the target's strong baselines. Those come first:
+    memory may not do for all."""
     strong = tuple(getattr(case.target, "strong_baselines", ()))
     confirming = case.job.tier is not Tier.SCREEN
     known = {
@@ -109,7 +113,8 @@ def named_baselines(case: Case) -> tuple[str, ...]:
     }
     found = [n for x in case.job.baselines for n in known.get(x, (x,))]
     left_out = {x[1:] for x in case.job.baselines if x.startswith("-")}
-    return tuple(n for n in dict.fromkeys(found) if not n.startswith("-") and n not in left_out)
+    wanted = [n for n in dict.fromkeys(found) if not n.startswith("-") and n not in left_out]
+    return tuple(sorted(wanted, key=lambda n: n not in strong))
 
 
 def broke_the_gpu(baseline: str, end: Faulted) -> Ended:
@@ -120,11 +125,26 @@ def broke_the_gpu(baseline: str, end: Faulted) -> Ended:
 
 def _add_baseline(s: Session, name: str, yardstick: baselines.Yardstick) -> None:
     """A baseline is a comparison: where it fails, that is said and the candidate's verdict does not hang on it."""
+    arm = _made(s, name, yardstick)
+    if arm is None:
+        _released()
+    else:
+        s.arms.append(arm)
+
+
+def _released() -> None:
+    """What a baseline that failed has held goes back: graphs of large workloads hold tens of gigabytes."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+
+
+def _made(s: Session, name: str, yardstick: baselines.Yardstick) -> baselines.BaselineArm | None:
+    """None for one that is not timed, and why among what was skipped."""
     where = getattr(s.case.target, "baselines", {}).get(name)
     if where is None:
         s.skipped[name] = "this target has none"
         s.draft.not_verified.append(f"baseline {name}: this target has none")
-        return
+        return None
     try:
         arm = baselines.baseline_arm(name, where, yardstick)
     except Faulted as end:
@@ -136,10 +156,10 @@ def _add_baseline(s: Session, name: str, yardstick: baselines.Yardstick) -> None
             raise broke_the_gpu(name, end) from error
         s.skipped[name] = f"{type(error).__name__}: {str(error)[:300]}"
         s.draft.findings.append(Failure("baseline", f"baseline {name} failed: {str(error)[:300]}"))
-        return
+        return None
     if arm.failure is not None:
         message = f"baseline {name} is wrong and not timed: {arm.failure.message}"
         s.skipped[name] = f"wrong: {arm.failure.message}"
         s.draft.findings.append(Failure("baseline", message, arm.failure.where))
-        return
-    s.arms.append(arm)
+        return None
+    return arm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_baselines_have_names_for_some_and_all(tmp_path: Path) -> None:
 
 def test_strong_baselines_stand_beside_winners_by_default(tmp_path: Path) -> None:
     made = toy.saved(tmp_path, toy.artifact(("k",)))
-    for tier, wanted in ((Tier.SCREEN, ("graph",)), (Tier.FULL, ("graph", "mix"))):
+    for tier, wanted in ((Tier.SCREEN, ("graph",)), (Tier.FULL, ("mix", "graph"))):
         job = JudgeJob(made, toy.TARGET, {"rows": 4}, "cuda", tier)
         case = replace(judge.open_case(job, FakeDevice({})), target=_Strong())
         assert named_baselines(case) == wanted
@@ -124,6 +125,34 @@ def test_a_baseline_that_never_gets_ready_is_skipped(
             break
     assert "not ready after" in row(v).detail["skipped"]["slow"]
     assert "graph" in row(v).detail["us"]
+
+
+class Greedy(toy.ToyBaseline):
+    """It holds itself, as a recorded graph and its tensors do, and has no memory for its step."""
+
+    alive: Callable[[], Any]
+
+    def prepare(self, *given: Any) -> None:
+        self.me = self
+        Greedy.alive = weakref.ref(self)
+
+    def step(self) -> None:
+        raise RuntimeError("out of memory")
+
+
+class AfterGreedy(toy.ToyBaseline):
+    def prepare(self, *given: Any) -> None:
+        assert Greedy.alive() is None
+        super().prepare(*given)
+
+
+def test_what_a_failed_baseline_held_is_free_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = toy.Toy(baselines={"greedy": f"{__name__}:Greedy", "after": f"{__name__}:AfterGreedy"})
+    monkeypatch.setattr(judge, "open_case", _with_target(judge.open_case, target))
+    t = row(timed(tmp_path, {"k": 10.0}, baselines=("greedy", "after")))
+    assert list(t.detail["skipped"]) == ["greedy"] and "after" in t.detail["us"]
 
 
 def test_a_baseline_that_breaks_the_gpu_is_not_the_candidates_fault(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -374,3 +374,22 @@ def test_a_baseline_that_broke_the_gpu_is_left_out_of_a_second_run(state: Path) 
     assert [f.rule for f in verdict.findings] == ["baseline-fault"]
     assert any("mix broke the GPU" in line for line in verdict.not_verified)
     assert asked.pids, "the GPU was looked after in between"
+
+
+def test_a_job_that_memory_did_not_do_for_runs_once_more_without_baselines(state: Path) -> None:
+    def runner(job: JudgeJob, device: Device, progress: runners.Progress) -> Verdict:
+        if job.baselines:
+            failure = Failure("memory", "out of memory: tried to allocate 9 GiB")
+            return judge_wire.without_judging(job, Status.INFRA, failure)
+        return runners.passed(job)
+
+    verdict = keeper(state, runner, Asked()).judge(job(state))
+    assert verdict.status is Status.PASSED
+    assert [f.rule for f in verdict.findings] == ["memory"]
+    assert any("out of memory" in line for line in verdict.not_verified)
+    alone = replace(job(state), baselines=())
+    first = Failure("memory", "out of memory")
+    refused = keeper(
+        state, lambda j, *_: judge_wire.without_judging(j, Status.INFRA, first), Asked()
+    )
+    assert refused.judge(alone).status is Status.INFRA
