@@ -112,6 +112,4 @@ def shape(dims, cfg, rows=1):
         cfg.spin_limit,
         tiled,
         getattr(cfg, "in_flight", 0),
-        lead=getattr(cfg, "lead", 0),
-        lead_pause=getattr(cfg, "lead_pause", 0),
     )

@@ -33,7 +33,6 @@ from targets.kimi_k3.seeds.persistent.kda_rows import fill_kda_rows, kda_rows, l
 from targets.kimi_k3.seeds.persistent.kda_taps import move_taps
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, lasting, open_cta
 from targets.kimi_k3.seeds.persistent.tensor import pack_rows
-from targets.kimi_k3.seeds.persistent.trickle import no_lead
 
 TUNABLES = {
     "ring_stages": (7, 6, 5, 4, 3, 2),
@@ -43,8 +42,6 @@ TUNABLES = {
     "tile_stages": (6, 5, 10, 12, 4, 3, 2),
     "tile_bytes": (28672, 32768, 16384, 14336),
     "in_flight": (2, 3, 0, 4, 1, 5, 6),
-    "lead": (0, 2, 4, 6, 8),
-    "lead_pause": (900, 400, 1800),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 12, 16, 32, 64, 128, 132),
     "spin_limit": (0, 200000, 2000000),
@@ -56,13 +53,13 @@ MOST_ROWS = 8
 
 @cute.jit
 def produce(c: Ctx, op: cutlass.Constexpr):
-    it, lead = Int32(0), no_lead()
+    it = Int32(0)
     prefetch_vectors(c, Int32(0), "K", op)
     for layer in cutlass.range(op.d.layers, unroll=1):
         if layer + 1 < op.d.layers:
             prefetch_vectors(c, layer + 1, "K", op)
         if cutlass.const_expr(op.tiled):
-            it, lead = fill_kda_rows(c, layer, it, lead, op)
+            it = fill_kda_rows(c, layer, it, op)
         else:
             it = fill_kda(c, layer, it, op)
 

@@ -31,33 +31,21 @@ from targets.kimi_k3.seeds.persistent.tensor import (
     tile_sum,
     token_words,
 )
-from targets.kimi_k3.seeds.persistent.trickle import Lead
 
 
 @cute.jit
-def piece_of(c: Ctx, layer: Int32, name: cutlass.Constexpr, op: cutlass.Constexpr):
-    """(address, rows, end) of this CTA's packed rows of in_proj or o_proj."""
-    d = op.d
-    total = projected(d) if cutlass.const_expr(name == "in_proj") else d.hidden
-    g = op.tiles(d.hidden if cutlass.const_expr(name == "in_proj") else d.kda_dim)
-    first, n = share(total, c.cta, op.ctas)
-    source = field(c, layer, F[name], COUNT) + Int64(first) * g.row_bytes
-    return source, n, source + Int64(n) * g.row_bytes
-
-
-@cute.jit
-def fill_kda_rows(c: Ctx, layer: Int32, it: Int32, lead: Lead, op: cutlass.Constexpr):
+def fill_kda_rows(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     """in_proj and o_proj are packed; the states lie between them."""
     d = op.d
-    source, n, _ = piece_of(c, layer, "in_proj", op)
-    none = (Int64(0), Int64(0))
-    it, lead = fill_tiles(c, (it, lead), source, n, none, op.tiles(d.hidden), op)
+    g = op.tiles(d.hidden)
+    first, n = share(projected(d), c.cta, op.ctas)
+    source = field(c, layer, F["in_proj"], COUNT) + Int64(first) * g.row_bytes
+    it = fill_tiles(c, it, source, n, g, op)
     it = fill_states(c, layer, it, op)
-    source, n, _ = piece_of(c, layer, "o_proj", op)
-    later = layer + 1 if layer + 1 < d.layers else layer
-    start, _, end = piece_of(c, later, "in_proj", op)
-    end = end if layer + 1 < d.layers else start
-    return fill_tiles(c, (it, lead), source, n, (start, end), op.tiles(d.kda_dim), op)
+    g = op.tiles(d.kda_dim)
+    first, n = share(d.hidden, c.cta, op.ctas)
+    source = field(c, layer, F["o_proj"], COUNT) + Int64(first) * g.row_bytes
+    return fill_tiles(c, it, source, n, g, op)
 
 
 @cute.jit

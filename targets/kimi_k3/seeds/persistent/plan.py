@@ -21,7 +21,6 @@ class Op:
     hungry: while fewer stages than this are on their way or wait for the consumers, `in_flight` does not hold.
     burst: as `in_flight`, of a layer's first matrix behind what the ring holds of it, 0: as `in_flight`; burst_ns: from
     one of these to the next (`ring.stage_free`).
-    lead: stages' worth that a waiting producer of tiles may ask L2 for, one every lead_pause (`trickle`).
     idle: while MLA waits, memory brings o_proj (1), and the front of the FFN too (2), into L2, a little at a time.
     couples: pairs of rows in hand where a stage has many; then, where it has two, it is given back before its product.
     missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. kept: the
@@ -44,8 +43,6 @@ class Op:
     idle: int = 0
     bank: bool = True
     burst: int = 0
-    lead: int = 0
-    lead_pause: int = 0
     burst_ns: int = 0
 
     def __post_init__(self):

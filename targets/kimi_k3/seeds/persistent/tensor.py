@@ -18,7 +18,6 @@ from cutlass import Float32, Int32, Int64, Uint32
 from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, words_at
 from targets.kimi_k3.seeds.persistent.products import mma_rows
 from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
-from targets.kimi_k3.seeds.persistent.trickle import trickle
 
 TILE = 16
 TOKENS = 8
@@ -79,25 +78,19 @@ def pack_rows(
 # ---- producer
 @cute.jit
 def fill_tiles(
-    c: Ctx, at_: tuple, source: Int64, rows: Int32, after: tuple, g: cutlass.Constexpr, op: cutlass.Constexpr
-):  # fmt: skip
-    """Stages of `rows` packed rows: tile by tile, slice by slice, one after the other in memory. at_: stage number and
-    lead of L2; after: the piece of memory that comes next, (0, 0) if none does.
-    """
-    it, lead = at_
-    end = source + Int64(rows) * g.row_bytes
+    c: Ctx, it: Int32, source: Int64, rows: Int32, g: cutlass.Constexpr, op: cutlass.Constexpr
+):
+    """Stages of `rows` packed rows: tile by tile, slice by slice, one after the other in memory."""
     for first in cutlass.range(0, rows, TILE, unroll=1):
         n = rows - first if rows - first < TILE else Int32(TILE)
         size = n * g.piece_bytes
         for _ in cutlass.range(g.slices, unroll=1):
-            if cutlass.const_expr(op.lead > 0):
-                lead = trickle(c, it, lead, (source, end), after, op)
             slot = stage_free(c, it, op)
             cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, size)
             bulk(c, slot, Int32(0), source, size, op)
             source += Int64(size)
             it += 1
-    return it, lead
+    return it
 
 
 # ---- consumers

@@ -65,7 +65,7 @@ def test_two_steps_in_a_row(compiler: CompileClient, part: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "extra"),
     [
-        (4, {"ctas": 12, "tile_stages": 3, "in_flight": 2, "lead": 4}),
+        (4, {"ctas": 12, "tile_stages": 3, "in_flight": 2}),
         (8, {"ctas": 4, "tile_stages": 2, "tile_bytes": 14336}),
         (2, {"ctas": 8, "tile_stages": 4, "in_flight": 0, "tile_warps": 8}),
     ],
