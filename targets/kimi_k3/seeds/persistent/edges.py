@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 from targets.kimi_k3.seeds.persistent.device import Ctx, consumers
 
@@ -12,24 +12,13 @@ ALL, ROUTE = 0, 32
 
 @cute.jit
 def dawdle(c: Ctx, op: cutlass.Constexpr):
-    """One arrival in sixteen is late by up to `jitter` ns, by a hash of the clock; nothing in a normal build."""
+    """One arrival in sixteen is late by up to `jitter` ns, by a hash of arrivals so far; nothing in a normal build."""
     if cutlass.const_expr(getattr(op, "jitter", 0) > 0):
         if c.tid == 0:
-            cute.arch.inline_ptx(
-                """{
-                .reg .u32 a, b;
-                .reg .pred p;
-                mov.u32 a, %clock;
-                xor.b32 a, a, {$r0};
-                mul.lo.u32 a, a, 0x9E3779B1;
-                shr.u32 b, a, 28;
-                setp.eq.u32 p, b, 0;
-                shr.u32 a, a, 8;
-                and.b32 a, a, {$r1};
-                @p nanosleep.u32 a;
-                }""",
-                read_only_args=[c.cta * 7919, Int32(op.jitter - 1)],
-            )
+            mixed = (Uint32(counter(c, ALL, False)) + Uint32(c.cta * 7919)) * Uint32(0x9E3779B1)
+            if mixed >> 28 == Uint32(0):
+                late = (mixed >> 8) & Uint32(op.jitter - 1)
+                cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[late])
 
 
 @cute.jit
@@ -82,6 +71,23 @@ def wait(
 
 
 @cute.jit
+def await_twice(c: Ctx, target: Int32, line: cutlass.Constexpr):
+    """Asks for the counter twice in the time of one answer: two loads are on their way, some time apart."""
+    one = counter(c, line, False)
+    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(160)])
+    other, waiting = counter(c, line, False), Int32(1)
+    while waiting > 0:
+        if one - target >= 0:
+            waiting = Int32(0)
+        else:
+            one = counter(c, line, False)
+            if other - target >= 0:
+                waiting = Int32(0)
+            else:
+                other = counter(c, line, False)
+
+
+@cute.jit
 def await_line(
     c: Ctx,
     edge: Int32,
@@ -94,7 +100,10 @@ def await_line(
     base = c.base[line // 32]
     target = base + edge * op.ctas - missing
     seen = counter(c, line, acquire)
-    if cutlass.const_expr(op.spin == 0):
+    if cutlass.const_expr(getattr(op, "polls", 1) > 1 and not acquire and op.spin == 0):
+        if seen - target < 0:
+            await_twice(c, target, line)
+    elif cutlass.const_expr(op.spin == 0):
         while seen - target < 0:
             seen = counter(c, line, acquire)
     else:

@@ -41,6 +41,7 @@ class DecodeOp(Op):
     burst_front: bool = False
     twos: int = 1
     spread: bool = False
+    polls: int = 1
 
     def __post_init__(self):
         super().__post_init__()

@@ -17,11 +17,19 @@ from tests.targets.seeds.persistent.test_numbers import built, verify
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "tunables",
-    [{"units": 0, "couples": 1, "hungry": 0, "bank": 1}, {"stage_bytes": 2560, "in_flight": 2, "hungry": 4}],
-    ids=["all warps choose", "stages of two rows"],
+    [
+        {"preset": "tiny-tp2", "units": 0, "couples": 1, "bank": 1, "burst": 0},
+        {"preset": "tiny-tp2", "stage_bytes": 2560, "in_flight": 2, "hungry": 4, "router_first": 0},
+        {"stage_bytes": 2560, "ctas": 8, "twos": 2, "burst_up": 1, "burst_front": 1, "burst_ns": 500, "polls": 2},
+        {"couples": 3, "spread": 1, "stage_bytes": 4096, "ctas": 8},
+    ],
+    ids=["all warps choose", "stages of two rows", "two stages at a time", "narrow rows as tiles"],
 )  # fmt: skip
-def test_other_ways(compiler: CompileClient, tunables: dict[str, int]) -> None:
-    case = Case("decode", preset="tiny-tp2", layers=3, tunables={"ctas": 4, **tunables})
+def test_other_ways(compiler: CompileClient, tunables: dict[str, Any]) -> None:
+    """Four layers, of which the last has MLA; stages of two wide rows, and of eight narrow ones."""
+    preset = tunables.get("preset", "tiny")
+    given = {"ctas": 4, **{k: v for k, v in tunables.items() if k != "preset"}}
+    case = Case("decode", preset=preset, layers=3 if preset == "tiny-tp2" else 4, tunables=given)
     verify(built(compiler, case), case)
 
 
