@@ -5,7 +5,9 @@ What measured floors are fractions of. It reads only; kernels that also write re
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from sandbox.artifact import Artifact, Buffer, Launch, LaunchPlan, Relocation
 from sandbox.devices.base import Program
@@ -18,6 +20,9 @@ BLOCKS_PER_SM = 2
 UNROLL = 8  # 16-byte loads in flight in each thread: 128 KB an SM
 TOTAL_BYTES = 4 << 30
 REPEATS = 20
+ROUNDS = 10
+"""Of so many reads until one is steady: a card that was idle takes some milliseconds to raise its clocks."""
+STEADY = 1.05
 
 _HEAD = """\
 .version 8.8
@@ -115,6 +120,27 @@ def artifact(arch: str, shape: Shape) -> Artifact:
 
 def measure(device: CudaDevice) -> float:
     """Bytes per second of the fastest of some reads. Raises Refused, Faulted, torch.OutOfMemoryError."""
+    size, times = _reads(device)
+    return size / (min(times) * 1e-6)
+
+
+def steady(times: Sequence[float]) -> bool:
+    """Whether these reads had the card to themselves: half of them take about as long as the fastest. Beside other
+    work on the card even the fastest is slow, and every share of the floor would look better than it is."""
+    return median(times) <= STEADY * min(times)
+
+
+def settled(round_of_reads: Callable[[], list[float]]) -> list[float]:
+    """The first round that is steady, else the last."""
+    for _ in range(ROUNDS):
+        times = round_of_reads()
+        if steady(times):
+            break
+    return times
+
+
+def _reads(device: CudaDevice) -> tuple[int, list[float]]:
+    """Bytes of a read, and the microseconds that each of some took. Raises as `measure`."""
     import torch
 
     facts = device.facts()
@@ -123,29 +149,35 @@ def measure(device: CudaDevice) -> float:
     x = torch.zeros(shape.bytes // 4, dtype=torch.int32, device=device.torch_device)
     y = torch.empty(shape.blocks * BLOCK, dtype=torch.int32, device=device.torch_device)
     bound = program.bind("step", {"inputs.x": x, "outputs.y": y})
-    watch, times = Stopwatch(device), []
-    for _ in range(REPEATS):
-        watch.start()
-        bound.launch()
-        watch.stop()
-        device.synchronize()
-        times.append(watch.us())
-    return shape.bytes / (min(times) * 1e-6)
+    watch = Stopwatch(device)
+
+    def round_of_reads() -> list[float]:
+        times = []
+        for _ in range(REPEATS):
+            watch.start()
+            bound.launch()
+            watch.stop()
+            device.synchronize()
+            times.append(watch.us())
+        return times
+
+    return shape.bytes, settled(round_of_reads)
 
 
 def remember(device: CudaDevice) -> float | None:
     """The stored rate of this card, measured and stored first if there is none; None where that cannot be done, or
-    while the card reads far less than it is specified for, as one that others use."""
+    while others use the card: it reads far less than it is specified for, or now this and now that."""
     import torch
 
     known = device.facts().stream_rate
     if known is not None or device.state is None or device.torch_stream is None:
         return known
     try:
-        rate = measure(device)
+        size, times = _reads(device)
     except torch.OutOfMemoryError:
         return None
-    if not plausible(rate, device.facts().spec_rate):
+    rate = size / (min(times) * 1e-6)
+    if not steady(times) or not plausible(rate, device.facts().spec_rate):
         return None
     store_stream_rate(device.state, device.facts(), rate)
     device.forget_facts()

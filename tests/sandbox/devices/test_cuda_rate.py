@@ -28,3 +28,14 @@ def test_a_read_is_far_larger_than_l2_and_fits_its_grid() -> None:
         shape = cuda_rate.shape_of(sms)
         assert 3 << 30 < shape.bytes <= 4 << 30
         assert shape.blocks == 2 * sms
+
+
+def test_a_rate_counts_only_where_reads_are_alike() -> None:
+    """An idle card's first round is slow at its start; beside other work every round is, here and there."""
+    waking = [3.0, 2.0] * 9 + [1.0, 1.0]
+    alone = [1.0, 1.01] * 10
+    beside = [1.14, 1.9, 1.3, 2.2] * 5
+    rounds = iter([waking, alone, beside])
+    assert cuda_rate.settled(lambda: next(rounds)) is alone
+    assert cuda_rate.steady(alone) and not cuda_rate.steady(waking)
+    assert not cuda_rate.steady(cuda_rate.settled(lambda: beside))
