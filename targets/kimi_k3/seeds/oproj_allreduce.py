@@ -24,7 +24,7 @@ TUNABLES = {
     "attn_res_vectors": (1, 2, 4),
     "ahead": (True, False),
     "ahead_warps": (16, 8, 12),
-    "ahead_l2": (True, False),
+    "ahead_l2": (False, True),
     "gemv_warps": (8, 4, 16),
     "gemv_tile": (4, 2, 1),
     "gemv_unroll": (4, 2, 6),
