@@ -12,6 +12,7 @@ _PART = "persistent"
 _SHARDED = Options("tiny-tp2", 4, 1)
 _ARRIVE = '    """All that this CTA\'s consumers wrote is visible to who waits for this edge."""\n'
 _EDGE = '    timeline.mark(c.track, "edge sums", layer, kind="edge")\n'
+_EMPTY = "    empty_sums(c, turn, op)\n"
 _WAIT = "    wait(c, edge, op, acquire=False, missing=op.missing)\n"
 _LOOK = (
     "                insist(sums + Int64(s) * (4 * d.mla_heads * d.kv_lora), rX[None, k], 4, op)\n"
@@ -43,7 +44,7 @@ def _edges() -> list[Planted]:
         bug(_PART, "barrier", "epoch-off-by-one", "a wait is satisfied by the edge before",
             ("base + edge * op.ctas - missing\n", "base + (edge - 1) * op.ctas - missing\n"), expect=RACY),
         bug(_PART, "barrier", "skipped-edge", "the latents of MLA do not wait for the other CTAs' sums",
-            (_EDGE + _WAIT, _EDGE), (_LOOK, ""), expect=RACY),
+            (_EDGE + _EMPTY + _WAIT, _EDGE + _EMPTY), (_LOOK, ""), expect=RACY),
         bug(_PART, "barrier", "arrival-missing", "the first CTA never arrives",
             (_ARRIVE + "    dawdle(c, op)\n    consumers(op)\n    if c.tid == 0:\n",
              _ARRIVE + "    consumers(op)\n    if c.tid == 0 and c.cta > 0:\n"),
@@ -81,7 +82,8 @@ def _work() -> list[Planted]:
         bug(_PART, "routing", "last-expert-dropped", "the expert of lowest rank is not added",
             ("in cutlass.range(d.topk, unroll_full=True):", "in cutlass.range(d.topk - 1, unroll_full=True):")),
         bug(_PART, "routing", "weights-not-normalised", "weights are the scores themselves",
-            ("c.weights[c.lane] = round_bf16(s / total)", "c.weights[c.lane] = round_bf16(s)")),
+            *((f"\n{at}c.weights[c.lane] = round_bf16(s / total)", f"\n{at}c.weights[c.lane] = round_bf16(s)")
+              for at in (8 * " ", 12 * " "))),
         bug(_PART, "order", "shared-expert-dropped", "the shared expert's result is not added",
             ('"delta", turn, first + i, u + c.own[i], op)', '"delta", turn, first + i, u, op)')),
         bug(_PART, "context", "partial-page-skipped", "a page that is not full is not read",
@@ -99,8 +101,8 @@ def _work() -> list[Planted]:
         bug(_PART, "gain", "beta-one-percent", "the write strength is 1 % too large",
             ("            change = beta * (", "            change = 1.01 * beta * (")),
         bug(_PART, "epsilon", "norm-epsilon-times-ten", "1e-4 in the scores of the blocks",
-            ("rS[s] = cute.math.rsqrt(square / d.hidden + d.eps) * total",
-             "rS[s] = cute.math.rsqrt(square / d.hidden + 10.0 * d.eps) * total")),
+            ("rS[s] = cute.math.rsqrt(square * (1.0 / d.hidden) + d.eps) * total",
+             "rS[s] = cute.math.rsqrt(square * (1.0 / d.hidden) + 10.0 * d.eps) * total")),
         bug(_PART, "rounding", "remote-added-before-rounding", "other ranks' sums are added before this rank's rounding",
             ("                round_bf16(y)\n                + at(Float32, field(c, layer, F[\"remote_dense\"]",
              "                y\n                + at(Float32, field(c, layer, F[\"remote_dense\"]"),
