@@ -82,8 +82,8 @@ def _work() -> list[Planted]:
         bug(_PART, "routing", "last-expert-dropped", "the expert of lowest rank is not added",
             ("in cutlass.range(d.topk, unroll_full=True):", "in cutlass.range(d.topk - 1, unroll_full=True):")),
         bug(_PART, "routing", "weights-not-normalised", "weights are the scores themselves",
-            *((f"\n{at}c.weights[c.lane] = round_bf16(s / total)", f"\n{at}c.weights[c.lane] = round_bf16(s)")
-              for at in (8 * " ", 12 * " "))),
+            *((f"c.{kept}[c.lane] = round_bf16(s / total)", f"c.{kept}[c.lane] = round_bf16(s)")
+              for kept in ("weights", "share"))),
         bug(_PART, "order", "shared-expert-dropped", "the shared expert's result is not added",
             ('"delta", turn, first + i, u + c.own[i], op)', '"delta", turn, first + i, u, op)')),
         bug(_PART, "context", "partial-page-skipped", "a page that is not full is not read",

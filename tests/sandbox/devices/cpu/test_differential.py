@@ -65,8 +65,8 @@ def cases() -> list[Case]:
     return found
 
 
-def _axis(names: str, values: Any) -> list[dict[str, Any]]:
-    split = [n.strip() for n in names.split(",")]
+def _axis(names: str | tuple[str, ...], values: Any) -> list[dict[str, Any]]:
+    split = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
     return [dict(zip(split, v if len(split) > 1 else (v,), strict=True)) for v in values]
 
 
