@@ -61,7 +61,7 @@ TUNABLES = {
     "units": (1, 0),
     "shared_first": (0, 1),
     "router_first": (1, 0),
-    "couples": (2, 1, 3),
+    "couples": (2, 1),
     "idle": (0, 1, 2),
     "bank": (0, 1),
     "missing": (0, 4, 16, 64),

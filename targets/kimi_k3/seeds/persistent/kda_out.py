@@ -20,7 +20,7 @@ from targets.kimi_k3.seeds.persistent.device import (
 from targets.kimi_k3.seeds.persistent.exchange import tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.kda_sizes import HEAD
-from targets.kimi_k3.seeds.persistent.products import drain_laid, gathered, sum_width
+from targets.kimi_k3.seeds.persistent.products import drain, gathered
 from targets.kimi_k3.seeds.persistent.stages import most, share
 
 
@@ -88,12 +88,12 @@ def out_projection(
     if cutlass.const_expr(d.ranks > 1 and d.gpus == 1):
         remote = field(c, layer, F["remote_attn"], COUNT) + Int64(first) * 4
         rRemote = ahead(c, remote, n, most(d.hidden, op.ctas), op)
-    it = drain_laid(c, it, n, Int32(0), rO, g, op)
+    it = drain(c, it, n, Int32(0), rO, g, op)
     consumers(op)
     for k in cutlass.range_constexpr(-(-most(d.hidden, op.ctas) // op.threads)):
         i = c.tid + k * op.threads
         if i < n:
-            total = gathered(c, i, sum_width(g, op))
+            total = gathered(c, i, g.width)
             if cutlass.const_expr(d.ranks > 1 and d.gpus == 1):
                 total = round_bf16(total) + rRemote[k]
             if cutlass.const_expr(d.gpus > 1):

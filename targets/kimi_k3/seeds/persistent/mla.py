@@ -30,7 +30,7 @@ from targets.kimi_k3.seeds.persistent.mla_attend import attend, empty_sums
 from targets.kimi_k3.seeds.persistent.mla_cache import Cache, entry, load_mail, new_row, orphan
 from targets.kimi_k3.seeds.persistent.mla_query import absorb, load_head, load_uk
 from targets.kimi_k3.seeds.persistent.moe_route import insist_word, peek_word
-from targets.kimi_k3.seeds.persistent.products import drain, drain_laid, gathered, sum_width
+from targets.kimi_k3.seeds.persistent.products import drain, gathered
 from targets.kimi_k3.seeds.persistent.stages import most, share
 from targets.kimi_k3.seeds.persistent.vectors import load_norm, normalise
 
@@ -172,10 +172,10 @@ def mla(
     load_mail(c, a, rQ, g, op)
     normalise(c, rQ, rN, g, op)
     first, n = share(d.mla_heads * (d.qk_nope + d.qk_rope), c.cta, op.ctas)
-    it = drain_laid(c, it, n, Int32(0), rQ, g, op)
+    it = drain(c, it, n, Int32(0), rQ, g, op)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-        post(c, "q", turn, first + i, gathered(c, i, sum_width(g, op)), op)
+        post(c, "q", turn, first + i, gathered(c, i, g.width), op)
     timeline.mark(c.track, "absorb", layer)
     load_head(c, turn, op)
     absorb(c, rUk, turn, op)

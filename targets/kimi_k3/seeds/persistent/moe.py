@@ -15,13 +15,7 @@ from targets.kimi_k3.seeds.persistent.exchange import join_ranks, sum_shared, te
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.moe_experts import experts_down, experts_up
 from targets.kimi_k3.seeds.persistent.moe_route import choose, load_bias
-from targets.kimi_k3.seeds.persistent.products import (
-    drain,
-    drain_laid,
-    gathered,
-    narrow_warps,
-    sum_width,
-)
+from targets.kimi_k3.seeds.persistent.products import drain, gathered
 from targets.kimi_k3.seeds.persistent.stages import most, share
 from targets.kimi_k3.seeds.persistent.vectors import load_box, load_norm, normalise, situ_pair
 
@@ -70,30 +64,29 @@ def shared_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Conste
         remote = field(c, layer, F["remote_shared"], COUNT) + Int64(first) * 4
         rRemote = ahead(c, remote, n, most(d.hidden_local, op.ctas), op)
     load_box(c, "hs", turn, rX, g, op)
-    width = sum_width(g, op)
-    it = drain_laid(c, it, n, Int32(0), rX, g, op)
+    it = drain(c, it, n, Int32(0), rX, g, op)
     if cutlass.const_expr(sends):
         first_s, n_s = share(d.hidden - d.hidden_local, c.cta, op.ctas)
-        it = drain_laid(c, it, n_s, n, None if narrow_warps(g, op) else rX, g, op)
+        it = drain(c, it, n_s, n, rX, g, op)
         consumers(op)
         if cutlass.const_expr(d.gpus == 1):
             gSend = at(BFloat16, field(c, layer, F["send"], COUNT), d.hidden - d.hidden_local)
         for k in cutlass.range_constexpr(-(-most(d.hidden_local, op.ctas) // op.threads)):
             i = c.tid + k * op.threads
             if i < n:
-                own = round_bf16(gathered(c, i, width))
+                own = round_bf16(gathered(c, i, g.width))
                 if cutlass.const_expr(d.gpus == 1):
                     own = round_bf16(own + rRemote[k])
                 c.own[i] = own
         for i in cutlass.range(c.tid, n_s, op.threads, unroll=1):
             if cutlass.const_expr(d.gpus > 1):
-                tell_rank(c, "shared", layer, first_s + i, gathered(c, n + i, width))
+                tell_rank(c, "shared", layer, first_s + i, gathered(c, n + i, g.width))
             else:
-                gSend[first_s + i] = gathered(c, n + i, width).to(BFloat16)
+                gSend[first_s + i] = gathered(c, n + i, g.width).to(BFloat16)
     else:
         consumers(op)
         for i in cutlass.range(c.tid, n, op.threads, unroll=1):
-            c.own[i] = round_bf16(gathered(c, i, width))
+            c.own[i] = round_bf16(gathered(c, i, g.width))
     consumers(op)
     return it
 

@@ -1,12 +1,10 @@
 """Products of bf16 rows in the ring with one token, on tensor cores: sums of warps, a row each."""
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, vector, view, within
+from targets.kimi_k3.seeds.persistent.device import Ctx, vector, within
 from targets.kimi_k3.seeds.persistent.ring import stage_done, stage_full
 from targets.kimi_k3.seeds.persistent.stages import STRIDE
 
@@ -315,97 +313,6 @@ def drain_wide_rows(
                     c.part[(base + halves * first + i + c.lane) * STRIDE + c.warp % g.width] = total
         stage_done(c, slot)
         it += 1
-    return it
-
-
-def narrow_warps(g, op):
-    """Warps that share a row of few columns, in pairs of blocks of 32; 0 where `drain_narrow` is not for these rows."""
-    fits = not g.pair and g.per == 1 and g.exact and g.k % 64 == 0 and g.chunk % 8 == 0
-    if getattr(op, "couples", 1) < 3 or not fits:
-        return 0
-    return max(n for n in range(1, op.warps + 1) if g.k // 64 % n == 0)
-
-
-def sum_width(g, op):
-    """Parts of a row's sum that `drain_laid` leaves."""
-    return narrow_warps(g, op) or g.width
-
-
-@cute.jit
-def drain_laid(
-    c: Ctx, it: Int32, rows: Int32, base: Int32, rX: Any, g: cutlass.Constexpr, op: cutlass.Constexpr
-):  # fmt: skip
-    """`drain` where the scratch pool is free: narrow rows find x there, if rX is not None after it was laid there."""
-    if cutlass.const_expr(narrow_warps(g, op) > 0):
-        if cutlass.const_expr(rX is not None):
-            sX = view(c, Uint32, 0, g.k // 2)
-            if c.warp < g.width:
-                cute.autovec_copy(rX[None, 0], cute.local_tile(sX, (4,), (vector(c, 0, g),)))
-            consumers(op)
-        it = drain_narrow(c, it, rows, base, g, op)
-    else:
-        it = drain(c, it, rows, base, rX, g, op)
-    return it
-
-
-@cute.jit
-def drain_narrow(
-    c: Ctx, it: Int32, rows: Int32, base: Int32, g: cutlass.Constexpr, op: cutlass.Constexpr
-):
-    """As `drain`, sixteen rows at once, of two stages where one has eight; x is in the pool's first words.
-
-    A lane has 16 bytes of rows l / 4 and l / 4 + 8; even rows take the blocks of 32 columns of a pair in order, odd
-    rows the other first, so that no two lanes of a quarter meet in a bank. The other operand has both blocks of x, one
-    in its first column, one in its second: there even and odd rows find their sums, over all lanes of the row.
-    """
-    width = narrow_warps(g, op)
-    each, two = g.k // 64 // width, g.chunk == 8
-    step = 16 if two else g.chunk
-    row, odd, q = c.lane // 4, c.lane // 4 % 2, c.lane % 4
-    sX = view(c, Uint32, 0, g.k // 2)
-    place = c.warp % width * (8 * each) + q
-    rX = cute.make_rmem_tensor(cute.make_layout((4, 2)), Uint32)
-    rA = cute.make_rmem_tensor(cute.make_layout((4, 2)), Uint32)
-    rB = cute.make_rmem_tensor(cute.make_layout((4, 2)), Uint32)
-    rC = cute.make_rmem_tensor(cute.make_layout((4, 2)), Float32)
-    for first in cutlass.range(0, rows, step, unroll=1):
-        n = rows - first if rows - first < step else Int32(step)
-        slot = stage_full(c, it, op)
-        later = slot
-        if cutlass.const_expr(two):
-            if n > 8:
-                later = stage_full(c, it + 1, op)
-        if c.warp < width:
-            for start in cutlass.range(0, n, 16, unroll=1):
-                a = slot * (op.stage // 16) + within(start + row, n) * g.vecs
-                b = slot * (op.stage // 16) + within(start + row + 8, n) * g.vecs
-                if cutlass.const_expr(two):
-                    last = n - 9 if n > 8 else n - 1
-                    b = later * (op.stage // 16) + (row if row < last else last) * g.vecs
-                    a = slot * (op.stage // 16) + within(row, n if n < 8 else Int32(8)) * g.vecs
-                rC.fill(0.0)
-                for pair in cutlass.range_constexpr(each):
-                    for k in cutlass.range_constexpr(2):
-                        i = place + pair * 8 + (odd ^ k) * 4
-                        cute.autovec_copy(cute.local_tile(sX, (4,), (i,)), rX[None, k])
-                        cute.autovec_copy(cute.local_tile(c.ring, (4,), (a + i,)), rA[None, k])
-                        cute.autovec_copy(cute.local_tile(c.ring, (4,), (b + i,)), rB[None, k])
-                    for k in cutlass.range_constexpr(2):
-                        mma_rows(rC[None, k], rA[None, k], rB[None, k], rX[None, k])
-                for e in cutlass.range_constexpr(4):
-                    rC[e, 0] = rC[e, 0] + rC[e, 1]
-                if q == 0:
-                    at = (base + first + start + row) * STRIDE + c.warp
-                    if start + row < n:
-                        c.part[at] = rC[1, 0] if odd == 1 else rC[0, 0]
-                    if start + row + 8 < n:
-                        c.part[at + 8 * STRIDE] = rC[3, 0] if odd == 1 else rC[2, 0]
-        stage_done(c, slot)
-        it += 1
-        if cutlass.const_expr(two):
-            if n > 8:
-                stage_done(c, later)
-                it += 1
     return it
 
 
