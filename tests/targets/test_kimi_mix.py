@@ -154,7 +154,8 @@ def test_the_fastest_right_tile_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert make.chosen("place", tried, noted, out) == tried[0]  # nothing is measured without a GPU
     monkeypatch.setattr(make.blas.here, "cold", lambda one: by_id[id(one)])
-    assert make._fastest("place", tried, noted, out) == tried[1]
+    names = {f"place {t.bn}": t for t in tried}
+    assert make.shelf.fastest(names, noted, (out, make.blas.here.cold)) == tried[1]
     said = [v for k, v in make.shelf.notes.items() if k.startswith("place")]
     assert said[0] == "used: 8.00 us, ours 9.00 us" and said[1].startswith("skipped: differs")
     assert said[2] == "slower: 8.50 us, ours 8.00 us"

@@ -105,20 +105,11 @@ class Launcher:
             return tried[0]
         key, known = (place, self.m, self.shape.sizes), self.blas.here.tiles
         if key not in known:
-            known[key] = self._fastest(place, tried, made, out)
+            names = {
+                f"{place}, {t.bn} x {t.bk}, {t.warps} warps, {t.stages} stages": t for t in tried
+            }
+            known[key] = self.shelf.fastest(names, made, (out, self.blas.here.cold))
         return known[key]
-
-    def _fastest(
-        self, place: str, tried: tuple[Tile, ...], made: Callable[[Tile], list[Launch]], out: Tensor
-    ) -> Tile:
-        best, launches = tried[0], made(tried[0])
-        for t in tried[1:]:
-            theirs = made(t)
-            said = f"{place}, {t.bn} x {t.bk}, {t.warps} warps, {t.stages} stages"
-            trial = libraries.Trial(said, launches, theirs, out)
-            if self.shelf.better(trial, self.blas.here.cold) is theirs:
-                best, launches = t, theirs
-        return best
 
     def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Scratch that launches share; one of each name."""

@@ -8,9 +8,9 @@ on the host from lengths that every step changes, and for vLLM's fused MoE, whic
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from torch import Tensor
 from targets.kimi_k3.maths.layer import Layer
 from targets.kimi_k3.sizes import EPS, GATE_LOWER_BOUND
 
+T = TypeVar("T")
 Launch = Callable[[], None]
+Clock = Callable[[Sequence[Launch]], float]
 Norm = Callable[[Tensor, Tensor, Tensor], None]
 """out = bf(RMS(x; weight)), rows of x contiguous."""
 SAME = 0.02
@@ -106,9 +108,7 @@ class Shelf:
             self.notes[name] = f"skipped: {type(error).__name__}: {str(error)[:120]}"
         return None
 
-    def better(
-        self, trial: Trial, timed: Callable[[Sequence[Launch]], float] | None = None
-    ) -> list[Launch]:
+    def better(self, trial: Trial, timed: Clock | None = None) -> list[Launch]:
         """`theirs` if it leaves the same in `out` in less time than `ours`, by `timed` or the shelf's own clock."""
         clock = timed or self.timed
         try:
@@ -132,6 +132,19 @@ class Shelf:
         said = "used" if used else "not fast enough" if other < mine else "slower"
         self.notes[trial.what] = f"{said}: {other:.2f} us, ours {mine:.2f} us"
         return trial.theirs if used else trial.ours
+
+    def fastest(
+        self, options: Mapping[str, T], made: Callable[[T], list[Launch]], to: tuple[Tensor, Clock]
+    ) -> T:
+        """Which of the options, by name, leaves `to`'s tensor in the least time by its clock."""
+        out, timed = to
+        (_, best), *others = options.items()
+        launches = made(best)
+        for name, option in others:
+            theirs = made(option)
+            if self.better(Trial(name, launches, theirs, out), timed) is theirs:
+                best, launches = option, theirs
+        return best
 
 
 def fla_update(f: Any, layer: Layer, given: tuple[Tensor, Tensor, Tensor]) -> Launch:

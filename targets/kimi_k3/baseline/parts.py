@@ -196,7 +196,7 @@ class Maker(Launcher):
         s, w = self.shape.sizes, layer.weights
         rows = w["router"].shape[0] + w["latent_down"].shape[0] + 2 * s.shared_dim
         tried = tiles.fronts((rows, s.hidden), self.mp)
-        x_drawn = torch.randn_like(x) if x.is_cuda else x
+        x_drawn = torch.randn_like(x) if x.is_cuda and len(tried) > 1 else x
 
         def drawn(t: Tile) -> list[Launch]:
             return [self._front_with(t, layer, x_drawn, made)]

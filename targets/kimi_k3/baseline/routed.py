@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from targets.kimi_k3.baseline import libraries, tiles
+from targets.kimi_k3.baseline import tiles
 from targets.kimi_k3.baseline.grouped import GroupedExperts
 from targets.kimi_k3.baseline.kernels import experts
 from targets.kimi_k3.baseline.tiles import Way, cdiv
@@ -78,14 +78,12 @@ class RoutedExperts:
         """By time, on drawn operands."""
         make, drawn = self.maker, self._draw(r)
         shared.x.normal_()
-        best, *others = tiles.ways(make.mp)
-        launches = self._halves(layer, drawn, (shared, best))
-        for way in others:
-            theirs = self._halves(layer, drawn, (shared, way))
-            trial = libraries.Trial(way.name, launches, theirs, r.z)
-            if make.shelf.better(trial, make.blas.here.cold) is theirs:
-                best, launches = way, theirs
-        return best
+
+        def halves(way: Way) -> list[Launch]:
+            return self._halves(layer, drawn, (shared, way))
+
+        ways = {way.name: way for way in tiles.ways(make.mp)}
+        return make.shelf.fastest(ways, halves, (r.z, make.blas.here.cold))
 
     def _draw(self, r: Routed) -> Routed:
         """Operands for trials: ids of a step are not there yet. The same each time."""
