@@ -118,6 +118,20 @@ def test_a_mistake_goes_up_until_it_is_caught(tier: Tier) -> None:
     assert len({j.seed for j in judge.asked}) == 1
 
 
+def test_what_passed_a_screen_has_more_time_on_a_gpu() -> None:
+    """A screen's deadline stays short, since some kernels hang on purpose."""
+    bug, good = Judge(Tier.PROMOTE), Judge()
+    for judge, planted in ((bug, BUG), (good, GOOD)):
+        bench = selftest.Bench(Compiler(), [judge], "cuda:0", "sm_90a")
+        selftest.run(bench, [planted], lambda r: None)
+    assert [(j.tier, j.deadline_s) for j in bug.asked] == [
+        (Tier.SCREEN, 20.0),
+        (Tier.FULL, 240.0),
+        (Tier.PROMOTE, 480.0),
+    ]
+    assert [j.deadline_s for j in good.asked] == [20.0, 480.0]
+
+
 def test_a_miss_is_measured_against_the_seed_from_the_same_secret() -> None:
     judge = Judge(errors=(0.5, 0.25))
     found = row(BUG, judge)
