@@ -72,31 +72,39 @@ class Listed:
             yield replace(self.options, preset=preset, rows=rows(m), context=number(context))
 
 
-def workloads(target: Target, asked: Asked | Listed) -> tuple[list[Workload], list[str]]:
-    """Every workload that the target has, and a line for each that it refuses. Raises ValueError."""
+@dataclass(frozen=True)
+class Refused:
+    """What was asked for and is not measured, and why."""
+
+    options: Options
+    why: str
+
+    def __str__(self) -> str:
+        o = self.options
+        return f"preset {o.preset}, rows {o.rows}, context {o.context}: {self.why}"
+
+
+def workloads(target: Target, asked: Asked | Listed) -> tuple[list[Workload], list[Refused]]:
+    """Every workload that the target has, and those that it refuses. Raises ValueError."""
     found, refused = [], []
     for options in asked.each():
         try:
             found.append(target.workload(options))
         except UnknownOption as error:
-            refused.append(
-                f"preset {options.preset}, rows {options.rows}, context {options.context}: {error}"
-            )
+            refused.append(Refused(options, str(error)))
     return found, refused
 
 
-def fitting(found: Sequence[Workload], memory_bytes: int) -> tuple[list[Workload], list[str]]:
-    """Workloads that a judgement has memory for, and a line for each of the others. 0 bytes: nobody knows."""
+def fitting(found: Sequence[Workload], memory_bytes: int) -> tuple[list[Workload], list[Refused]]:
+    """Workloads that a judgement has memory for, and the others. 0 bytes: nobody knows."""
     fit, refused = [], []
     for w in found:
         states = sum(b.nbytes for b in w.buffers if b.group == "states")
         rest = sum(b.nbytes for b in w.buffers if b.group != "states")
         wanted = rest + COPIES * states
         if memory_bytes and wanted > memory_bytes:
-            refused.append(
-                f"preset {w.options.preset}, rows {w.rows}, context {w.context}: a judgement needs about "
-                f"{wanted / 1e9:.0f} GB, the device has {memory_bytes / 1e9:.0f}"
-            )
+            why = f"a judgement needs about {wanted / 1e9:.0f} GB, the device has {memory_bytes / 1e9:.0f}"
+            refused.append(Refused(replace(w.options, layers=w.layers, context=w.context), why))
         else:
             fit.append(w)
     return fit, refused

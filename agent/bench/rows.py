@@ -1,16 +1,18 @@
 """A verdict as report rows, one for each arm that was timed, in the judge's schema with what people decide by.
 
-Arithmetic only. tokens per second are of the whole model, extrapolated from the layers that ran.
+Arithmetic only. tokens per second are of the whole model, extrapolated from the layers that ran. What was refused or
+could not be compiled is a row too (`unmeasured`): a table of rows lists everything that was asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from sandbox.verdict import Ratio, Status, Verdict, WorkloadTiming
-from targets.base import Workload
+from targets.base import Options, Workload
 
 SCHEMA = 1
 SEED = "seed"
@@ -42,7 +44,7 @@ def rows_of(verdict: Verdict, w: Workload, c: Context) -> list[dict[str, Any]]:
     common = _common(verdict, w, c)
     if verdict.status is not Status.PASSED or verdict.timing is None:
         failure = verdict.failure.message if verdict.failure else "nothing was timed"
-        return [{**common, "arm": c.kernel, "failure": failure}]
+        return [{**common, **_of_verdict(verdict), "arm": c.kernel, "failure": failure}]
     t = verdict.timing.workloads[0]
     own = _row(t, common, t.us, c) | {
         "arm": c.kernel,
@@ -55,7 +57,7 @@ def rows_of(verdict: Verdict, w: Workload, c: Context) -> list[dict[str, Any]]:
     own |= {
         "speedup_incumbent": _ratio(t.speedup_incumbent), "speedup_graph": _ratio(t.speedup_graph),
         "speedup_best": _ratio(t.speedup_best), "regime": t.regime,
-        "kind": verdict.timing.kind, "skipped": dict(detail.get("skipped", {})),
+        "kind": verdict.timing.kind, "skipped": dict(detail.get("skipped", {})), **_of_verdict(verdict),
     }  # fmt: skip
     others = []
     for arm, us in detail.get("us", {}).items():
@@ -73,6 +75,25 @@ def rows_of(verdict: Verdict, w: Workload, c: Context) -> list[dict[str, Any]]:
     if best != t.best_baseline:
         own["speedup_best"] = own["speedup_incumbent"] if c.kernel != SEED else None
     return [{**r, "best_baseline": best} for r in found]
+
+
+def unmeasured(target: str, o: Options, c: Context, why: tuple[Status, str]) -> dict[str, Any]:
+    """The row of a workload that no verdict exists of: refused, or not compiled."""
+    status, message = why
+    return {
+        "schema": SCHEMA, "target": target, "preset": o.preset, "layers": o.layers, "m": o.rows,
+        "q": int(o.extra.get("q", 1)), "context": o.context or 0, "options": dict(o.extra), "arm": c.kernel,
+        "status": str(status), "failure": message, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": c.command,
+    }  # fmt: skip
+
+
+def _of_verdict(v: Verdict) -> dict[str, Any]:
+    """What the judge says of the kernel as a whole; rows of the other arms are without."""
+    return {
+        "outcome": None if v.outcome is None else str(v.outcome), "isolation": dict(v.isolation),
+        "checked": list(v.checked), "not_verified": list(v.not_verified),
+    }  # fmt: skip
 
 
 def _best(opponents: Sequence[Mapping[str, Any]], t: WorkloadTiming) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from agent import offline
 from agent.bench import grid
-from agent.bench.rows import Context, rows_of
+from agent.bench.rows import Context, rows_of, unmeasured
 from agent.offline import File, Setting
 from agent.runner import Services
 from sandbox.jobs import CompileOutcome, JudgeJob
-from sandbox.verdict import Tier
+from sandbox.verdict import Status, Tier
 from targets.base import Workload
 
 
@@ -83,10 +83,10 @@ def _row(
         isolation = dict(outcome.isolation)
         if outcome.artifact is None:
             why = outcome.failure.message if outcome.failure else "no artifact"
-            return [_unmade(plan, w, str(outcome.status), why)]
+            return [_unmade(plan, w, outcome.status or Status.INFRA, why)]
         kernel = outcome.artifact
     if kernel is None:
-        return [_unmade(plan, w, "unsupported", "no artifact is for this workload")]
+        return [_unmade(plan, w, Status.UNSUPPORTED, "no artifact is for this workload")]
     job = JudgeJob(
         artifact=kernel.resolve(), target=plan.target, options=offline.options_json(w.options), device=plan.device,
         tier=Tier.SCREEN, incumbent=seed.result().artifact if seed else None, baselines=plan.baselines,
@@ -95,12 +95,9 @@ def _row(
     return rows_of(services.judge.judge(job), w, plan.context)
 
 
-def _unmade(plan: Plan, w: Workload, status: str, why: str) -> dict[str, Any]:
-    return {
-        "schema": 1, "target": w.target, "preset": w.options.preset, "layers": w.layers, "m": w.rows,
-        "context": w.context, "arm": plan.context.kernel, "status": status, "failure": why,
-        "command": plan.context.command,
-    }  # fmt: skip
+def _unmade(plan: Plan, w: Workload, status: Status, why: str) -> dict[str, Any]:
+    options = replace(w.options, layers=w.layers, context=w.context)
+    return unmeasured(w.target, options, plan.context, (status, why))
 
 
 def append(file: Path, rows: Sequence[dict[str, Any]]) -> None:

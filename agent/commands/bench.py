@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from agent import offline
-from agent.bench import grid, run, show
-from agent.bench.rows import Context
+from agent.bench import grid, plot, run, show
+from agent.bench.rows import Context, unmeasured
 from agent.commands import common
 from agent.commands.evaluate import tunable_option
 from agent.config import options
@@ -44,9 +44,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, text: str | None) -> tu
               help="One row, such as tp16:8:8k, in place of --preset, --rows and --context; may be repeated, and rows "
                    "are measured in this order.")  # fmt: skip
 @click.option("--layers", type=click.IntRange(1), default=None, help="Number of layers.")
-@click.option(
-    "--option", "extra", multiple=True, metavar="NAME=VALUE", help="A target's own option."
-)
+@common.variant_options
 @click.option("--kernel", default=grid.SEED, metavar="FILE|DIR|seed",
               help="A source, a folder with artifacts (the seed's if its name is seed), or the target's seed with its "
                    "best known values.")  # fmt: skip
@@ -113,12 +111,11 @@ def bench(**asked: Any) -> int:
     found, more = grid.fitting(found, int(memory or 0))
     for line in more:
         common.complain(f"refused: {line}")
-    refused += more
+    rows = _refusals(asked, target.name, [*refused, *more])
     if not found:
         services.close()
         return 2
     common.talk().print(_headline(name, found, asked, facts), soft_wrap=True, markup=False)
-    rows: list[dict[str, Any]] = []
     try:
         arch = asked["arch"] or str(facts.get("arch") or DEFAULT_ARCH)
         plan = _plan(target, name, asked, (arch, found))
@@ -130,11 +127,30 @@ def bench(**asked: Any) -> int:
     finally:
         services.close()
     if asked["picture"]:
-        show.plot(rows, asked["picture"])
-    data = {"device": dict(facts), "refused": refused, "rows": rows}
+        plot.plot(rows, asked["picture"])
+    data = {"device": dict(facts), "refused": [str(r) for r in (*refused, *more)], "rows": rows}
     common.emit(asked["as_json"], data, f"{show.table(rows)}\n{show.ABOUT}")
-    passed = all(r.get("status") == str(Status.PASSED) for r in rows)
-    return 0 if passed and not refused else 1
+    return 0 if all(r.get("status") == str(Status.PASSED) for r in rows) else 1
+
+
+def _refusals(
+    asked: dict[str, Any], target: str, refused: list[grid.Refused]
+) -> list[dict[str, Any]]:
+    """Rows of what is not measured, in the file too: whoever reads it later sees all that was asked for."""
+    context = Context(_label(asked), _command(), None)
+    why = [(r.options, (Status.UNSUPPORTED, f"refused: {r.why}")) for r in refused]
+    rows = [unmeasured(target, o, context, w) for o, w in why]
+    if asked["output"] and rows:
+        run.append(asked["output"], rows)
+    return rows
+
+
+def _command() -> str:
+    return shlex.join(["kernelgen", *sys.argv[1:]])
+
+
+def _label(asked: dict[str, Any]) -> str:
+    return grid.SEED if asked["kernel"] == grid.SEED else Path(asked["kernel"]).name
 
 
 def _read(asked: dict[str, Any], target: str) -> int:
@@ -149,7 +165,7 @@ def _read(asked: dict[str, Any], target: str) -> int:
     if len(rows) < len(read):
         common.complain(f"{len(read) - len(rows)} rows of other targets are left out")
     if asked["picture"]:
-        show.plot(rows, asked["picture"])
+        plot.plot(rows, asked["picture"])
     common.emit(asked["as_json"], {"rows": rows}, f"{show.table(rows)}\n{show.ABOUT}")
     return 0 if all(r.get("status") == str(Status.PASSED) for r in rows) else 1
 
@@ -161,7 +177,8 @@ def _asked(target: Target, asked: dict[str, Any]) -> grid.Asked | grid.Listed:
         usual = "tiny" if asked["device"] == "cpu" else "tp8"
         preset = usual if usual in target.presets else target.presets[0]
     try:
-        chosen = options(preset, {"layers": asked["layers"]}, asked["extra"])
+        extra = (*asked["extra"], *common.shorthands(asked))
+        chosen = options(preset, {"layers": asked["layers"]}, extra)
     except ValueError as error:
         raise common.Usage(str(error)) from error
     if asked["listed"]:
@@ -177,10 +194,8 @@ def _plan(
     source = target.seed_source()
     seed = offline.File(grid.SEED, source, {**grid.best_known(source), **asked["tunables"]})
     kernel: offline.File | dict[str, Path] = seed
-    label = grid.SEED
     if asked["kernel"] != grid.SEED:
         path = Path(asked["kernel"])
-        label = path.name
         seed = offline.File(grid.SEED, source, grid.best_known(source))
         kernel = (
             grid.artifacts_of(path)
@@ -195,7 +210,7 @@ def _plan(
     whole = {layers(w.options) for w in found} if layers else {None}
     if len(whole) > 1:
         raise common.Usage("rows of models with different numbers of layers: ask for them apart")
-    context = Context(label, shlex.join(["kernelgen", *sys.argv[1:]]), whole.pop())
+    context = Context(_label(asked), _command(), whole.pop())
     deadline = asked["deadline"] or (1800.0 if asked["device"] == "cpu" else 300.0)
     return run.Plan(
         name, asked["device"], arch, kernel, seed, baselines, asked["steps"], deadline, context

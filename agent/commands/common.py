@@ -108,6 +108,15 @@ def workload_options(f: F) -> F:
         click.option("--layers", type=click.IntRange(1), default=None, help="Number of layers."),
         click.option("--rows", type=click.IntRange(1), default=None, help="Tokens a step (M)."),
         click.option("--context", type=click.IntRange(0), default=None, help="Tokens in the caches."),
+        variant_options,
+    )):  # fmt: skip
+        f = option(f)
+    return f
+
+
+def variant_options(f: F) -> F:
+    """--verify, --kv, --weights, --option."""
+    for option in reversed((
         click.option("--verify", type=click.IntRange(2), default=None, metavar="Q",
                      help="Verification: Q tokens a request, rows of a request together (option q)."),
         click.option("--kv", default=None, metavar="FORMAT", help="Format of the latent cache (option kv)."),

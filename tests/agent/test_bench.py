@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from agent.bench import grid, run, show
+from agent.bench import grid, plot, run, show
 from agent.bench.rows import Context, rows_of
 from agent.cli import main
 from agent.offline import File
@@ -84,7 +84,7 @@ def test_workloads_are_the_product_and_refusals_are_said() -> None:
     asked = grid.Asked(Options("tp8", 4), (1, 3, 8), (1024, 8192))
     found, refused = grid.workloads(find(TARGET), asked)
     assert [(w.rows, w.context) for w in found] == [(1, 1024), (1, 8192), (8, 1024), (8, 8192)]
-    assert len(refused) == 2 and "rows 3" in refused[0]
+    assert len(refused) == 2 and "rows 3" in str(refused[0])
 
 
 def test_rows_may_be_listed_in_an_order_of_their_own() -> None:
@@ -93,7 +93,7 @@ def test_rows_may_be_listed_in_an_order_of_their_own() -> None:
     assert [(w.options.preset, w.rows, w.context, w.layers) for w in found] == [
         ("tp16", 8, 1024, 4), ("tp8", 1, 8192, 4)
     ]  # fmt: skip
-    assert len(refused) == 1 and "rows 3" in refused[0]
+    assert len(refused) == 1 and "rows 3" in str(refused[0])
     with pytest.raises(ValueError, match="a row at least"):
         grid.workloads(find(TARGET), grid.Listed(Options("tp8"), ("tp8:0:8k",)))
     with pytest.raises(ValueError):
@@ -107,7 +107,8 @@ def test_what_no_memory_holds_is_refused_and_said() -> None:
     found, _ = grid.workloads(find(TARGET), asked)
     fit, refused = grid.fitting(found, 150_109_880_320)
     assert [(w.rows, w.context) for w in fit] == [(64, 1 << 17), (1, 1 << 20)]
-    assert len(refused) == 1 and "rows 64, context 1048576: a judgement needs about" in refused[0]
+    assert len(refused) == 1
+    assert "rows 64, context 1048576: a judgement needs about" in str(refused[0])
     assert grid.fitting(found, 0) == (found, [])
 
 
@@ -152,6 +153,80 @@ def test_the_seed_chain_is_a_baseline_too() -> None:
     own = rows(given, "seed")[0]
     assert own["best_baseline"] == "seed" and own["speedup_best"] is None
     assert all(r["best_baseline"] == "" for r in rows(replace(given, best_baseline=""), "seed"))
+
+
+def test_a_row_has_the_fields_of_the_judges_schema() -> None:
+    """Those that verdicts have, under their names, on the row of the kernel; of an arm, those of its times."""
+    w = workload()
+    v = replace(verdict(w), checked=("a", "b"), not_verified=("c",), commit="abc")
+    own, _, mix = rows_of(v, w, CONTEXT)
+    workload_fields = {f.name for f in fields(WorkloadTiming)} - {"detail", "speedup_incumbent"}
+    assert workload_fields <= set(own)
+    for name in (
+        "status",
+        "outcome",
+        "tier",
+        "isolation",
+        "trust",
+        "checked",
+        "not_verified",
+        "date",
+        "commit",
+    ):
+        assert name in own, name
+    assert (
+        own["outcome"] == "not_timed" and own["checked"] == ["a", "b"] and own["kind"] == "measured"
+    )
+    ratios = {"speedup_graph", "speedup_best"}
+    assert workload_fields - ratios <= set(mix) and mix["launches"] == 48
+
+
+def test_the_plot_has_a_line_for_each_arm_and_context() -> None:
+    rows = [
+        {"arm": a, "m": m, "context": c, "us": 10.0 * m, "fraction_of_floor_measured": 0.5 / m}
+        for a in ("mix", "seed") for m in (8, 1) for c in (8192, 1024)
+    ]  # fmt: skip
+    share = plot.lines([*rows, {"arm": "x", "m": 1, "context": 1}], "context",
+                       ("m", "fraction_of_floor_measured"))  # fmt: skip
+    assert len(share) == 4 and share["mix", 1024] == [(1.0, 0.5), (8.0, 0.0625)]
+    assert plot.lines(rows, "m", ("context", "us"))["seed", 8] == [(1024.0, 80.0), (8192.0, 80.0)]
+    assert [plot.tokens(n) for n in (96, 1024, 131072, 1 << 20)] == ["96", "1k", "128k", "1M"]
+
+
+def test_what_is_refused_is_a_row_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = Judges()
+    services = Services(Compiles(), judge, lambda: judge)
+    facts = {"name": "NVIDIA H200", "memory_bytes": 150_109_880_320}
+    monkeypatch.setattr("agent.commands.bench.start", lambda *a: (services, facts))
+    out = tmp_path / "rows.jsonl"
+    asked = ["bench", "--target", TARGET, "--device", "cuda", "-o", str(out), "--db", str(tmp_path / "r.db"),
+             "--layers", "4", "--row", "tp8:2:8k", "--row", "tp8:3:8k", "--row", "tp8:64:1m"]  # fmt: skip
+    result = CliRunner().invoke(main, asked)
+    assert result.exit_code == 1
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    refused = [r for r in rows if r["status"] == "unsupported"]
+    assert [(r["m"], r["context"]) for r in refused] == [(3, 8192), (64, 1 << 20)]
+    assert "there are 1, 2, 4" in refused[0]["failure"] and "GB" in refused[1]["failure"]
+    assert len(rows) == 5 and [j.options["rows"] for j in judge.jobs] == [2]
+    shown = CliRunner().invoke(main, ["bench", "--target", TARGET, "--read", str(out)])
+    assert shown.exit_code == 1 and shown.output.count("refused: ") == 2
+
+
+def test_variants_have_the_flags_of_the_other_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[grid.Asked | grid.Listed] = []
+
+    def keep(
+        target: Any, one: grid.Asked | grid.Listed
+    ) -> tuple[list[Workload], list[grid.Refused]]:
+        asked.append(one)
+        return [], []
+
+    monkeypatch.setattr("agent.commands.bench.grid.workloads", keep)
+    flags = ["--verify", "4", "--kv", "fp8", "--option", "experts=nvfp4"]
+    assert CliRunner().invoke(main, ["bench", "--target", TARGET, *flags]).exit_code == 2
+    assert asked[0].options.extra == {"experts": "nvfp4", "q": 4, "kv": "fp8"}
 
 
 def test_a_verdict_without_times_says_why() -> None:
@@ -230,7 +305,18 @@ def test_table_and_plot_show_the_arms(tmp_path: Path) -> None:
     text = show.table(rows)
     assert "without quack" in text and "without quack, cuBLASLt" not in text
     assert "best baseline" in text and "compile skipped" in text and "wrong in outputs.out" in text
-    show.plot(rows, tmp_path / "bench.png")
+    for heading in (
+        "chained us",
+        "isolated us",
+        "cold L2 us",
+        "P99",
+        "J/token",
+        "% floor",
+        "% spec",
+    ):
+        assert heading in text
+    assert {"400", "420", "425"} <= set(text.splitlines()[1].split())
+    plot.plot(rows, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
