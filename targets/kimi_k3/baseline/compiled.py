@@ -1,7 +1,8 @@
 """Baseline `compile`: the torch operations of `graph`, each piece of a layer through `torch.compile`, then one graph.
 
 Equal layers share a compiled piece. CUDA graphs are left to the judge, who captures every baseline alike. It needs a
-GPU. KERNELGEN_COMPILE_MODE chooses another mode than the default, the only one that has been measured.
+GPU. KERNELGEN_COMPILE_MODE chooses another mode than the default (`benchmarks/compile_modes.py` compares them), and
+KERNELGEN_COMPILE_THREADS how many processes compile, where there is a place for them. Rows name the mode in a note.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class CompiledBaseline(TorchGraphBaseline):
         """Raises RuntimeError without a GPU: compiled for the host it would be no baseline."""
         if not next(iter(tensors.values())).is_cuda:
             raise RuntimeError("torch.compile is timed on a GPU only")
-        self.calls = compiled(os.environ.get("KERNELGEN_COMPILE_MODE", MODE))
+        mode = os.environ.get("KERNELGEN_COMPILE_MODE", MODE)
+        self.calls = compiled(mode)
+        self.notes = (f"mode: {mode}",)
         super().prepare(w, {name: alone(t) for name, t in tensors.items()})
 
 
@@ -47,7 +50,8 @@ def compiled(mode: str) -> Calls:
     """Every piece compiled, when it is first called, for the shapes that it meets."""
     dynamo: Any = importlib.import_module("torch._dynamo")
     inductor: Any = importlib.import_module("torch._inductor.config")
-    inductor.compile_threads = 1  # no pool of processes: the judge's box has no place for one
+    # no pool of processes unless asked for: the judge's box has no place for one
+    inductor.compile_threads = int(os.environ.get("KERNELGEN_COMPILE_THREADS", "1"))
     dynamo.config.recompile_limit = VARIANTS
     eager = Calls()
     return Calls(**{
