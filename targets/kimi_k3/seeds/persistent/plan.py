@@ -55,6 +55,10 @@ class Op:
         heads = max(self.d.kda_heads, self.d.mla_heads) if self.d.attn else 0
         if not self.tiled and heads > self.ctas:
             raise ValueError(f"each of {heads} heads has a CTA or more, {self.ctas} are too few")
+        if "E" in self.d.ffn and not self.tiled:
+            piece = self.down_rows * (self.down.code_bytes + self.down.scale_bytes)
+            if piece > self.stage:
+                raise ValueError(f"w2 of one expert is {piece} bytes a CTA, a stage {self.stage}")
 
     def rows(self, k, pair=False):
         return Rows(k, self.warps, self.stage, pair)

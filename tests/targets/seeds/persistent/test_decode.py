@@ -56,3 +56,11 @@ def test_a_stage_that_holds_no_unit_is_refused() -> None:
     dims = SimpleNamespace(**find("kimi-k3-decode").workload(Options("tp8", 12, 1)).dims)
     with pytest.raises(ValueError, match="a unit of experts is 30592 bytes"):
         DecodeOp(dims, 132, 14, 28672, 6, 0, kept=True, units=True)
+
+
+def test_a_stage_that_holds_no_piece_of_w2_is_refused() -> None:
+    """Four CTAs at `tiny` with stages of 4 KB wrote beyond the ring, over its barriers."""
+    dims = SimpleNamespace(**find("kimi-k3-decode").workload(Options("tiny", 4, 1)).dims)
+    with pytest.raises(ValueError, match="w2 of one expert is 4352 bytes a CTA, a stage 4096"):
+        DecodeOp(dims, 4, 14, 4096, 6, 0, kept=True, units=True)
+    assert DecodeOp(dims, 8, 14, 4096, 6, 0, kept=True, units=True).down_slots > 0
