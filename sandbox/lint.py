@@ -18,6 +18,8 @@ from sandbox.verdict import Failure, KernelResources
 
 REGISTERS_PER_SM = 65536
 SMEM_PER_BLOCK = 232448
+ASSERT = "__assertfail"
+"""Prints and traps; it launches nothing and keeps nothing."""
 HOT_LOOP_BYTES = 32 << 10
 
 RULES = {
@@ -28,6 +30,8 @@ RULES = {
     "extern-function": "device-side runtime, printf or malloc: launches would not be countable",
     "writable-global": "module state survives from launch to launch, outside the declared workspace",
     "clock": "clock registers let a kernel see that it is timed; timing is the judge's",
+    "launch-number": "registers that tell one launch from the next, or a graph from a single launch, let a kernel "
+    "see that it is timed",
     "spin-not-cooperative": "blocks that wait for each other need the cooperative attribute, or part of the grid may "
     "never become resident; a programmatic launch (PDL) may do without if its grid fits on the device whole",
     "stale-poll": "a polling loop without an L1 invalidation before the next barrier reads stale lines afterwards",
@@ -37,15 +41,15 @@ RULES = {
     "target-mismatch": "the PTX is for another architecture than the artifact says",
 }
 
-_EXTERN = re.compile(r"^\s*\.extern\s+\.func\b.*", re.M)
-_GLOBAL = re.compile(
-    r"^\s*(?:\.visible\s+|\.weak\s+)?\.global\b(?!.*\.(?:tex|surf|sampler)ref).*", re.M
-)
-_CLOCK = re.compile(r"%(?:clock(?:64|_hi)?|globaltimer(?:_lo|_hi)?)\b")
+# Statements end at semicolons and braces, not at lines: what is searched has neither comments nor strings.
+_EXTERN = re.compile(r"\.extern\s+\.func\b(?:\s*\([^)]*\))?\s*([\w$]*)")
+_GLOBAL = re.compile(r"(?<![\w.:])(?<!\.ptr )\.global\b(?!\s+\.(?:tex|surf|sampler)ref)[^;{]*")
+_CLOCK = re.compile(r"%(?:clock(?:64|_hi)?|globaltimer(?:_lo|_hi)?|pm[0-7](?:_64)?)\b")
+_NUMBER = re.compile(r"%(?:gridid|current_graph_exec|envreg\d+)\b")
 _POLL = re.compile(r"\bld\.(?:acquire|relaxed|volatile)(?:\.(?:gpu|sys|cluster))?(?:\.global)?\.")
 _BULK = re.compile(r"\bcp\.async\.bulk\.shared[\w:.]*")
-_LABEL = re.compile(r"^(\$[\w$]+):", re.M)
-_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$[\w$]+);")
+_LABEL = re.compile(r"(?<![\w$%.:])([A-Za-z_$%][\w$]*)[ \t]*:(?!:)")
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+([\w$%]+)\s*;")
 
 
 @dataclass(frozen=True)
@@ -75,20 +79,21 @@ def lint(artifact: Artifact, assembled: Mapping[str, Assembled]) -> Report:
 
 def lint_ptx(arch: str, plan: LaunchPlan, clocks: bool = False) -> list[Failure]:
     """Refusals that the PTX and plan alone show; needs no assembler. `clocks`: an instrumented build reads them."""
-    text = plan.ptx
     out = []
-    if (found := ptx_text.target(text)) != arch:
+    if (found := ptx_text.target(plan.ptx)) != arch:
         out.append(_failure("target-mismatch", f".target is {found}, the artifact says {arch}"))
+    text = ptx_text.bare(plan.ptx)
     out += [
-        _failure("extern-function", x.strip()[:120])
-        for x in _EXTERN.findall(text)
-        if "__assertfail" not in x
+        _failure("extern-function", f"calls {name[:120] or 'a function without a name'}")
+        for name in _EXTERN.findall(text)
+        if name != ASSERT
     ]
-    out += [_failure("writable-global", x.strip()[:120]) for x in _GLOBAL.findall(text)]
-    for entry in ptx_text.entries(text):
-        body = text[entry.start : entry.end]
-        if not clocks and (clock := _CLOCK.search(body)):
-            out.append(_failure("clock", f"reads {clock[0]}", kernel=entry.name))
+    out += [_failure("writable-global", x[:120]) for x in _GLOBAL.findall(text)]
+    # in all of the module: a kernel may call functions
+    if not clocks and (clock := _CLOCK.search(text)):
+        out.append(_failure("clock", f"reads {clock[0]}"))
+    if number := _NUMBER.search(text):
+        out.append(_failure("launch-number", f"reads {number[0]}"))
     return out + stranded(plan)
 
 
@@ -123,16 +128,25 @@ def must_fit(launch: Launch, polling: Container[str]) -> bool:
 
 
 def polls(text: str) -> dict[str, int]:
-    """Kernels with a loop that polls global memory, and the PTX line of the first. Raises PtxError."""
-    found = {}
-    for entry in ptx_text.entries(text):
+    """Kernels with a loop that polls global memory, and the PTX line of the first. A function with such a loop counts
+    for every kernel: who calls it is not followed. Raises PtxError."""
+    found: dict[str, int] = {}
+    end, between = 0, ""
+    entries = ptx_text.entries(text)
+    for entry in entries:
+        between += text[end : entry.start] + "\n" * text.count("\n", entry.start, entry.end)
+        end = entry.end
         if line := spin_line(text[entry.start : entry.end]):
             found[entry.name] = text.count("\n", 0, entry.start) + line
+    if line := spin_line(between + text[end:]):
+        found = {e.name: found.get(e.name, line) for e in entries}
     return found
 
 
 def spin_line(body: str) -> int | None:
     """Line within a kernel of the first loop that polls global memory, or None."""
+    if not _POLL.search(body):
+        return None
     labels = {m[1]: m.start() for m in _LABEL.finditer(body)}
     for branch in _BRANCH.finditer(body):
         start = labels.get(branch[1], len(body))

@@ -16,6 +16,7 @@ _ARCH = re.compile(r"^\.target\s+(\w+)", re.M)
 # Labels and the (single) dynamic shared memory base carry the kernel's number in the module.
 _NUMBERED = re.compile(r"(\$L__BB|\$L__tmp|\$L__func_begin|\$L__func_end|__dynamic_shmem__)\d+")
 _VERSION = re.compile(r"^\.version\s+([\d.]+)", re.M)
+_SILENT = re.compile(r'/\*.*?\*/|//[^\n]*|"[^"\n]*"', re.S)
 
 
 class PtxError(ValueError):
@@ -59,6 +60,11 @@ def version(ptx: str) -> str:
     if not found:
         raise PtxError("no .version")
     return found[1]
+
+
+def bare(ptx: str) -> str:
+    """The text without comments and strings, with single spaces where they or others stood."""
+    return re.sub(r"\s+", " ", _SILENT.sub(" ", ptx))
 
 
 def entries(ptx: str) -> tuple[Entry, ...]:

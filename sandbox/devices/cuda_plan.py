@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,8 +16,6 @@ from sandbox.lint import must_fit
 from sandbox.verdict import Failure, Status
 
 PORTABLE_CLUSTER = 8
-_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
-_EXTERN = re.compile(r"\.extern\s+\.func\b(?:\s*\([^)]*\))?\s*([\w$]*)")
 
 
 @dataclass(frozen=True)
@@ -68,12 +65,6 @@ class Objection:
 
 def object_to(status: Status, rule: str, message: str, **where: object) -> Objection:
     return Objection(status, Failure(rule, message, where))
-
-
-def device_functions(ptx: str) -> tuple[str, ...]:
-    """Names of functions that the PTX wants from the device runtime: launches, malloc, printf; assertions are fine."""
-    text = _COMMENT.sub(" ", ptx)
-    return tuple(n or "unknown" for n in _EXTERN.findall(text) if n != "__assertfail")
 
 
 def prepare_reads(artifact: Artifact) -> tuple[str, ...]:

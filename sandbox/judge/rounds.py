@@ -53,7 +53,7 @@ def open_device(place: Place) -> Device:
         return CudaDevice.open(0, place.state)
     from sandbox.devices.cpu import CpuDevice
 
-    return CpuDevice()
+    return CpuDevice(lint=True)
 
 
 def gpus_of(job: JudgeJob) -> int:

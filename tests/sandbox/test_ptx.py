@@ -136,10 +136,28 @@ def test_one_loose_launch_of_a_polling_kernel_is_enough_for_a_refusal() -> None:
     [
         ("\tmov.u32 %r2, %clock;", "clock"),
         ("\tmov.u64 %rd3, %globaltimer;", "clock"),
+        ("\tmov.u32 %r2, %pm0;", "clock"),
+        ("\tmov.u64 %rd3, %gridid;", "launch-number"),
+        ("\tmov.u64 %rd3, %current_graph_exec;", "launch-number"),
+        ("\tmov.b32 %r2, %envreg1;", "launch-number"),
     ],
 )
-def test_clocks_are_refused(line: str, rule: str) -> None:
-    assert rules(HEAD + kernel("k", 0, line), "k") == {rule}
+def test_registers_that_tell_the_time_or_the_launch_are_refused(line: str, rule: str) -> None:
+    """Also where a function reads them for the kernel."""
+    text = HEAD + kernel("k", 0, line)
+    assert rules(text, "k") == {rule}
+    assemble(text, "sm_90a")  # the assembler takes it
+    apart = f".func asked ()\n{{\n\t.reg .b32 %r<4>;\n\t.reg .b64 %rd<4>;\n{line}\n\tret;\n}}\n"
+    assert rules(HEAD + apart + kernel("k", 0, "\tcall asked, ();"), "k") == {rule}
+
+
+def test_only_builds_with_marks_read_the_clock_and_no_build_the_launch() -> None:
+    for line, found in (
+        ("mov.u64 %rd3, %globaltimer;", []),
+        ("mov.u64 %rd3, %gridid;", ["launch-number"]),
+    ):
+        text = HEAD + kernel("k", 0, line)
+        assert [f.rule for f in lint_ptx("sm_90a", plan(text, "k"), clocks=True)] == found
 
 
 def test_module_state_externs_and_other_architectures_are_refused() -> None:
@@ -147,6 +165,48 @@ def test_module_state_externs_and_other_architectures_are_refused() -> None:
     assert rules(text, "k") == {"writable-global", "extern-function"}
     assert rules(HEAD.replace("sm_90a", "sm_100a") + kernel("k", 0), "k") == {"target-mismatch"}
     assert rules(HEAD + ".const .align 4 .u32 table;\n" + kernel("k", 0), "k") == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ".common .global .align 8 .b64 kept[4];",
+        ".const .align 4 .u32 table = 1; .global .align 8 .b64 kept[4];",
+        ".global .align 8 .b64 kept[4]; .global .texref t;",
+        ".visible // here\n\t.global .align 4 .u32 kept;",
+        "/* x */ .global .align 4 .u32 kept;",
+    ],
+)
+def test_module_state_is_found_wherever_it_stands(text: str) -> None:
+    assert rules(HEAD + text + "\n" + kernel("k", 0), "k") == {"writable-global"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ".extern .func (.param .b64 r) malloc (.param .b64 s); // __assertfail",
+        ".extern .func (.param .b64 __assertfail) malloc (.param .b64 s);",
+        ".const .u32 c; .extern /**/ .func malloc\n(\n.param .b64 s\n)\n;",
+    ],
+)
+def test_functions_of_the_device_runtime_are_found_by_name(text: str) -> None:
+    (found,) = lint_ptx("sm_90a", plan(HEAD + text + "\n" + kernel("k", 0), "k"))
+    assert found.rule == "extern-function" and found.message.startswith("calls malloc")
+
+
+def test_assertions_and_pointers_to_global_memory_are_fine() -> None:
+    text = ".extern .func __assertfail\n(\n.param .b64 m\n)\n.noreturn;\n"
+    assert rules(HEAD + text + "// .global .u32 x;\n" + kernel("k", 0), "k") == set()
+
+
+def test_a_spin_counts_under_any_label_and_in_a_function() -> None:
+    plain = POLL.replace("$L__poll", "again").replace("$L__done", "done")
+    assert rules(HEAD + kernel("k", 0, plain), "k") == {"spin-not-cooperative"}
+    body = "\t.reg .pred %p<4>;\n\t.reg .b32 %r<4>;\n\t.reg .b64 %rd<4>;\n" + plain
+    text = HEAD + f".func wait ()\n{{\n{body}\tret;\n}}\n" + kernel("k", 0, "\tcall wait, ();")
+    assert rules(text, "k") == {"spin-not-cooperative"}
+    line = polls(text)["k"]
+    assert text.splitlines()[line - 1].strip().startswith("ld.relaxed")
 
 
 def test_stale_poll_is_seen_in_machine_code_and_an_acquire_cures_it() -> None:

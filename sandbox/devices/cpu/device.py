@@ -13,7 +13,7 @@ from typing import Literal
 
 from sandbox.artifact import Artifact
 from sandbox.devices.base import DeviceFacts, Refused
-from sandbox.devices.cpu.launch_check import MAX_SMEM
+from sandbox.devices.cpu.launch_check import MAX_SMEM, check_text
 from sandbox.devices.cpu.program import CpuProgram, order
 from sandbox.devices.cpu.ranks import Held
 from sandbox.devices.cpu.record import Policy
@@ -40,17 +40,22 @@ class Replay:
 
 
 class CpuDevice:
-    """Device `cpu`. `seed` permutes the order of blocks and warps; `mode` exact adds the race check, at a price."""
+    """Device `cpu`. `seed` permutes the order of blocks and warps; `mode` exact adds the race check, at a price.
+    `lint`: refuse what a GPU's loading refuses, though this device could run it (clocks, variables of the module)."""
 
     kind: Literal["cuda", "cpu"] = "cpu"
     torch_device = "cpu"
 
     def __init__(
-        self, seed: int = 0, mode: Literal["fast", "exact"] = "fast", budget: int | None = None
+        self,
+        seed: int = 0,
+        mode: Literal["fast", "exact"] = "fast",
+        budget: int | None = None,
+        lint: bool = False,
     ) -> None:
         plain = Policy(exact=mode == "exact", **order(seed))
         self.policy = plain if budget is None else replace(plain, budget=budget)
-        self._held, self._shelf = Held(), Shelf()
+        self._held, self._shelf, self._lint = Held(), Shelf(), lint
 
     def facts(self) -> DeviceFacts:
         """The machine whose launches are imitated is an H200; the memory is this machine's."""
@@ -75,6 +80,8 @@ class CpuDevice:
                 Status.UNSUPPORTED,
                 Failure("cpu-unsupported", f"the cpu device does not run {artifact.arch}"),
             )
+        if self._lint:
+            check_text(artifact)
         return CpuProgram(artifact, self.policy, self._held, self._shelf)
 
     def record(self, work: Callable[[], None], launches: int = 0) -> Replay:

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sandbox.artifact import Launch, LaunchPlan
+from sandbox.artifact import Artifact, Launch, LaunchPlan
 from sandbox.devices.base import Refused
 from sandbox.devices.cpu.fill import resident
 from sandbox.devices.cpu.translate import Translated
-from sandbox.lint import must_fit, polls, stranded
+from sandbox.lint import lint_ptx, must_fit, polls, stranded
 from sandbox.ptx import PtxError
 from sandbox.verdict import Failure, Status
 
@@ -53,6 +53,17 @@ def check_launch(item: Launch, kernel: Translated) -> None:
         )
     if any(o >= len(item.params) for o in item.param_offsets):
         raise plan_error("parameters", "offsets lie outside the parameter block")
+
+
+def check_text(artifact: Artifact) -> None:
+    """What the lint refuses in the PTX of its plans. Raises Refused."""
+    for plan in filter(None, (artifact.step, artifact.prepare)):
+        try:
+            found = lint_ptx(artifact.arch, plan, artifact.instrumented)
+        except PtxError as error:
+            raise plan_error("ptx", f"the PTX is malformed: {error}") from error
+        if found:
+            raise Refused(Status.LINT, found[0])
 
 
 def check_waits(plan: LaunchPlan, kernels: Mapping[str, Translated]) -> None:

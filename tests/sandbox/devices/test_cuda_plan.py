@@ -126,25 +126,6 @@ def test_a_programmatic_grid_that_polls_fits_whole(
     assert fits or (found is not None and found.failure.rule == "co-residency")
 
 
-def test_device_functions_are_named() -> None:
-    ptx = """
-.extern .func  (.param .b32 func_retval0) vprintf
-(
-\t.param .b64 vprintf_param_0,
-\t.param .b64 vprintf_param_1
-)
-;
-.extern .func (.param .b64 r) cudaGetParameterBufferV2(.param .b64 a);
-.extern .func __assertfail
-(
-\t.param .b64 __assertfail_param_0
-)
-.noreturn;
-.extern .shared .align 1024 .b8 dynamic[];
-"""
-    assert cuda_plan.device_functions(ptx) == ("vprintf", "cudaGetParameterBufferV2")
-
-
 def test_prepare_may_name_weights_constants_and_persistent_scratch_only() -> None:
     buffers = (
         Buffer("weights.w", "f32", (8,)),

@@ -144,6 +144,22 @@ def test_programs_of_one_device_share_what_is_translated_but_no_variables() -> N
         assert x.item() == 2
 
 
+@pytest.mark.parametrize(
+    ("body", "extra", "rule"),
+    [
+        ("mov.u64 %rd1, %clock64; st.global.b64 [%rd100], %rd1; ret;", "", "clock"),
+        ("mov.u64 %rd1, %gridid; st.global.b64 [%rd100], %rd1; ret;", "", "launch-number"),
+        ("ret;", ".const .align 4 .u32 c = 1; .global .align 4 .u32 n;", "writable-global"),
+    ],
+)
+def test_for_a_judge_it_refuses_what_a_gpu_refuses(body: str, extra: str, rule: str) -> None:
+    text, x = kernel(body, "p", extra=extra), torch.zeros(2, dtype=torch.int32)
+    run(text, [x])
+    with pytest.raises(Refused) as refused:
+        run(text, [x], device=CpuDevice(lint=True))
+    assert (refused.value.status, refused.value.failure.rule) == (Status.LINT, rule)
+
+
 def test_what_is_recorded_runs_again() -> None:
     x = torch.zeros(1, dtype=torch.int32)
     device = CpuDevice()
