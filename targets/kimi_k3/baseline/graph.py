@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from targets.base import Workload
-from targets.kimi_k3.baseline import ops
+from targets.kimi_k3.baseline import latent, ops, tokens
 from targets.kimi_k3.maths.layer import Layer, layer_of
-from targets.kimi_k3.options import Run, bank_rows, resolve
+from targets.kimi_k3.options import Run, bank_rows, resolve, split
 from targets.kimi_k3.ranks import gpus
 from targets.reference import Tensors
 
@@ -27,7 +27,8 @@ class Calls:
 
     mix_norm: Callable[..., Tensor] = ops.mix_norm
     kda: Callable[..., Tensor] = ops.kda
-    mla: Callable[..., Tensor] = ops.mla
+    kda_tokens: Callable[..., Tensor] = tokens.kda_tokens
+    mla: Callable[..., Tensor] = latent.mla
     moe: Callable[..., tuple[Tensor, Tensor, Tensor]] = ops.moe
     gated: Callable[..., Tensor] = ops.gated
     select: Callable[..., tuple[Tensor, Tensor]] = ops.routed
@@ -46,8 +47,8 @@ class TorchGraphBaseline:
         """Once per set of tensors; `step` then always uses these. Raises NotImplementedError for several GPUs."""
         if gpus(w) > 1:
             raise NotImplementedError("these torch operations are for one GPU")
-        self.part = w.target.removeprefix("kimi-k3-")
-        self.run: Run = resolve(self.part, w.options)
+        self.part = split(w.target)[1]
+        self.run: Run = resolve(w.target, w.options)
         self.t = tensors
         self.moe_index = 0
         self.layers = [self._layer(n) for n in range(self.run.layers)]
@@ -77,11 +78,14 @@ class TorchGraphBaseline:
         t, run, block = self.t, self.run, self.run.shape.sizes.block
         prefix, delta = t["inputs.x0"], t.get("inputs.delta")
         bank = list(t["inputs.bank"].unbind(1)) if run.first else []
+        taps = []
         for n, (attn, kind) in enumerate(zip(run.attn, run.ffn, strict=True)):
             number = run.first + n
             opens, rows = number % block == 0, -(-number // block)
             w = self.layers[n].weights
             prefix = prefix if delta is None else prefix + delta
+            if number in run.tapped:
+                taps.append(prefix)
             if opens:
                 bank.append(prefix)
             x = self.calls.mix_norm([*bank[:rows], prefix], w["attn_res_mix"], w["attn_norm"])
@@ -95,13 +99,18 @@ class TorchGraphBaseline:
         t["outputs.prefix"].copy_(prefix)
         if len(bank) > run.bank_old:
             t["outputs.bank"].copy_(torch.stack(bank[run.bank_old :], 1))
+        if taps:
+            t["outputs.taps"].copy_(torch.stack(taps))
 
     def _attention(self, n: int, kind: str, x: Tensor) -> Tensor:
         t, layer = self.t, self.layers[n]
-        if kind == "K":
+        if kind == "K" and self.run.shape.q > 1:
+            slots = (t["inputs.slots"], t["inputs.accepted"])
+            partial = self.calls.kda_tokens(x, layer.weights, layer.states, slots)
+        elif kind == "K":
             partial = self.calls.kda(x, layer.weights, layer.states, t["inputs.slots"])
         else:
-            pages = ops.Paging(
+            pages = latent.Paging(
                 t["inputs.lengths"], t["inputs.block_table"], t["inputs.slot_mapping"]
             )
             partial = self.calls.mla(x, layer.weights, layer.states["kv"], pages)

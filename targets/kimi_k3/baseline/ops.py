@@ -7,7 +7,6 @@ kernels do, so it is judged like a candidate. CPU tensors work too (float32 prod
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -62,79 +61,62 @@ def joined(own: Tensor, remote: Mapping[str, Tensor], name: str) -> Tensor:
     return torch.cat([own, remote[name]], -1) if name in remote else own
 
 
-def kda(x: Tensor, w: Mapping[str, Tensor], state: Mapping[str, Tensor], slots: Tensor) -> Tensor:
-    """bf(out W_o^T); S and conv of live slots are updated in place."""
-    heads, dim = w["A_log"].shape[0], w["o_norm"].shape[0]
-    d, rank = heads * dim, w["f_b"].shape[1]
-    live, index = slots > 0, slots.clamp(min=0).long()
+def projected(x: Tensor, w: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q | k | v before the convolution, output gate, raw decay, write strength's logits) of every row."""
+    heads, rank = w["A_log"].shape[0], w["f_b"].shape[1]
+    d = heads * w["o_norm"].shape[0]
     y = F.linear(x, w["in_proj"])
-    qkv, g, f_a, b = y.split([3 * d, d, rank, y.shape[1] - 4 * d - rank], -1)
-    raw = F.linear(f_a, w["f_b"])
+    if "g_b" in w:  # a gate of low rank: q | k | v | b | f_a | g_a
+        low = w["g_b"].shape[1]
+        sizes = [3 * d, heads, rank, low]
+        qkv, b, f_a, g_a, _ = y.split([*sizes, y.shape[1] - sum(sizes)], -1)
+        g = F.linear(g_a, w["g_b"])
+    else:
+        qkv, g, f_a, b = y.split([3 * d, d, rank, y.shape[1] - 4 * d - rank], -1)
+    return qkv, g, F.linear(f_a, w["f_b"]), b[:, :heads]
+
+
+def normed(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of u [.., 3, H, dim], q and k with norm 1 and q scaled."""
+    q, k, v = u.unbind(-3)
+    q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * u.shape[-1] ** -0.5)
+    return q, k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6), v
+
+
+def delta_rule(
+    S: Tensor, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(the state after one token, what it gives)."""
+    q, k, v = qkv
+    S = S * decay.unsqueeze(2)
+    step = beta * (v - torch.matmul(S, k.unsqueeze(-1)).squeeze(-1))
+    S = torch.addcmul(S, step.unsqueeze(-1), k.unsqueeze(2))
+    return S, torch.matmul(S, q.unsqueeze(-1)).squeeze(-1)
+
+
+def kda(x: Tensor, w: Mapping[str, Tensor], state: Mapping[str, Tensor], slots: Tensor) -> Tensor:
+    """bf(out W_o^T); S and conv of live slots are updated in place. One token a request."""
+    heads, dim = w["A_log"].shape[0], w["o_norm"].shape[0]
+    live, index = slots > 0, slots.clamp(min=0).long()
+    qkv, g, raw, b = projected(x, w)
     old = state["conv"].index_select(0, index)
     window = torch.cat([old, qkv.unsqueeze(1)], 1)
     u = F.silu((window.float() * w["conv_taps"]).sum(1)).view(-1, 3, heads, dim)
-    q, k, v = u.unbind(1)
-    q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * dim**-0.5)
-    k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
     arg = (raw + w["dt_bias"]).view(-1, heads, dim) * w["rate"]
     decay = torch.exp(GATE_LOWER_BOUND * torch.sigmoid(arg))
-    beta = torch.sigmoid(b[:, :heads].float()).unsqueeze(-1)
+    beta = torch.sigmoid(b.float()).unsqueeze(-1)
     before = state["S"].index_select(0, index)
-    S = before * decay.unsqueeze(2)
-    step = beta * (v - torch.matmul(S, k.unsqueeze(-1)).squeeze(-1))
-    S = torch.addcmul(S, step.unsqueeze(-1), k.unsqueeze(2))
-    o = torch.matmul(S, q.unsqueeze(-1)).squeeze(-1)
+    S, o = delta_rule(before, normed(u), decay, beta)
     out = rms_gate(o, w["o_norm"], g.view(-1, heads, dim)) * live.view(-1, 1, 1)
     keep = live.view(-1, 1, 1)
     state["conv"].index_copy_(0, index, torch.where(keep, window[:, 1:], old))
     state["S"].index_copy_(0, index, torch.where(keep.unsqueeze(-1), S, before))
-    return F.linear(out.view(-1, d), w["o_proj"])
+    return F.linear(out.view(-1, heads * dim), w["o_proj"])
 
 
 def rms_gate(o: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
     scale = torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS)
     return (o * scale * weight * torch.sigmoid(gate.float())).bfloat16()
-
-
-@dataclass(frozen=True)
-class Paging:
-    lengths: Tensor
-    block_table: Tensor
-    slot_mapping: Tensor
-
-
-def mla(x: Tensor, w: Mapping[str, Tensor], kv: Tensor, pages: Paging) -> Tensor:
-    """bf(y W_o^T); the new rows are inserted in place. Gathers every page of a request and masks by length."""
-    heads, nope, lora = w["w_uk"].shape
-    v_dim, rope = w["w_uv"].shape[1], kv.shape[-1] - lora
-    a = F.linear(x, w["a_proj"])
-    q_c, kv_c, k_pe, gate = a.split([w["q_a_norm"].shape[0], lora, rope, heads * v_dim], -1)
-    q = F.linear(rms(q_c.float(), w["q_a_norm"]), w["q_b"]).view(-1, heads, nope + rope)
-    q_nope, q_pe = q.split([nope, rope], -1)
-    latent = torch.bmm(q_nope.transpose(0, 1), w["w_uk"]).transpose(0, 1)
-    insert(kv, torch.cat([rms(kv_c.float(), w["kv_a_norm"]), k_pe], -1), pages)
-    cache = kv[pages.block_table.long()].flatten(1, 2)
-    score = bmm32(torch.cat([latent, q_pe], -1), cache.transpose(1, 2)) * (nope + rope) ** -0.5
-    hidden = torch.arange(cache.shape[1], device=kv.device) >= pages.lengths.view(-1, 1, 1)
-    score = score.masked_fill(hidden, -1e30)
-    p = torch.exp(score - score.amax(-1, keepdim=True))
-    lat = bmm32(p.bfloat16(), cache[..., :lora]) / p.sum(-1, keepdim=True)
-    lat = lat.bfloat16()
-    v = torch.bmm(lat.transpose(0, 1), w["w_uv"].transpose(1, 2)).transpose(0, 1).flatten(1)
-    y = (v.float() * torch.sigmoid(gate.float())).bfloat16()
-    y = y.masked_fill((pages.lengths <= 0).view(-1, 1), 0)
-    return F.linear(y, w["o_proj"])
-
-
-def insert(kv: Tensor, row: Tensor, p: Paging) -> None:
-    """A row that is not to be inserted rewrites its request's own last row with what is there: no branch, no clash."""
-    page = kv.shape[1]
-    last = (p.lengths.long() - 1).clamp(min=0)
-    own = p.block_table.long().gather(1, (last // page).view(-1, 1)).view(-1) * page + last % page
-    wanted = p.slot_mapping >= 0
-    at = torch.where(wanted, p.slot_mapping, own)
-    flat = kv.view(-1, kv.shape[-1])
-    flat.index_copy_(0, at, torch.where(wanted.view(-1, 1), row, flat.index_select(0, at)))
 
 
 def select(logits: Tensor, bias: Tensor, topk: int) -> tuple[Tensor, Tensor]:
@@ -177,17 +159,35 @@ def experts(latent: Tensor, ids: Tensor, w: Mapping[str, Tensor], table: Tensor)
     out = []
     for at in range(0, rows * topk, PAIRS):
         chosen, part = ids.reshape(-1)[at : at + PAIRS], x[at : at + PAIRS]
-        gate, up = (bmm32(gathered(w, name, chosen, table), part) for name in ("w1", "w3"))
-        out.append(torch.bmm(gathered(w, "w2", chosen, table), situ(gate, up).bfloat16()))
+        gate, up = (
+            scaled(w, name, chosen, bmm32(gathered(w, name, chosen, table), part))
+            for name in ("w1", "w3")
+        )
+        h, w2 = situ(gate, up).bfloat16(), gathered(w, "w2", chosen, table)
+        if "w2_factor" in w:
+            out.append(scaled(w, "w2", chosen, bmm32(w2, h)).bfloat16())
+        else:
+            out.append(torch.bmm(w2, h))
     return torch.cat(out).view(rows, topk, -1)
 
 
+def scaled(w: Mapping[str, Tensor], name: str, chosen: Tensor, y: Tensor) -> Tensor:
+    """y [P, N, 1] times NVFP4's factor of the whole matrix."""
+    factor = w.get(f"{name}_factor")
+    return y if factor is None else y * factor.index_select(0, chosen).view(-1, 1, 1)
+
+
 def gathered(w: Mapping[str, Tensor], name: str, chosen: Tensor, table: Tensor) -> Tensor:
-    """[P, N, K] BF16. Codes go four at a time through a table of 65,536 quadruples."""
+    """[P, N, K] BF16 without NVFP4's factor, exact. Codes go four at a time through a table of 65,536 quadruples."""
     codes = w[name].view(torch.int16).index_select(0, chosen).int() & 0xFFFF
-    values = F.embedding(codes, table).view(*codes.shape[:2], -1, 32)
-    scale = w[f"{name}_scale"].index_select(0, chosen)
-    return values.mul_(torch.exp2(scale.float() - 127).bfloat16().unsqueeze(-1)).flatten(-2)
+    scale = w[f"{name}_scale"].view(torch.uint8).index_select(0, chosen)
+    if w[f"{name}_scale"].dtype == torch.float8_e4m3fn:
+        values = F.embedding(codes, table).view(*codes.shape[:2], -1, 16)
+        factor = scale.view(torch.float8_e4m3fn).bfloat16()
+    else:
+        values = F.embedding(codes, table).view(*codes.shape[:2], -1, 32)
+        factor = torch.exp2(scale.float() - 127).bfloat16()
+    return values.mul_(factor.unsqueeze(-1)).flatten(-2)
 
 
 def quadruples(device: torch.device) -> Tensor:
