@@ -91,6 +91,11 @@ def test_every_option_has_a_baseline(
     follow(w, disturbed)
 
 
+@pytest.mark.parametrize("extra", [{"router": "sharded"}, {"latent_down": "replicated"}])
+def test_whoever_has_the_front_of_the_ffn_the_columns_are_joined(extra: dict[str, str]) -> None:
+    follow(workload("latent-moe", "tiny-tp2", rows=2, layers=1, extra=extra))
+
+
 def test_the_end_of_the_model_and_another_model_have_one() -> None:
     follow(workload("decode", "tiny-end", rows=2, layers=3, extra={"first": 2}))
     follow(find("glm-5.3-flash-kda").workload(Options("tiny", 2, 4)))

@@ -191,8 +191,13 @@ def test_a_run_that_starts_later_reads_the_earlier_bank_rows() -> None:
     follow(workload("decode", "tiny-tp2", rows=1, layers=2, extra={"first": 2}), 1)
 
 
-def test_a_sharded_router_joins_the_logits() -> None:
-    follow(workload("latent-moe", "tiny-tp2", rows=2, layers=1, extra={"router": "sharded"}), 1)
+def test_the_end_of_the_model_has_two_mla_layers() -> None:
+    follow(workload("decode", "tiny-end", rows=1, layers=2, extra={"first": 3}), 1)
+
+
+@pytest.mark.parametrize("extra", [{"router": "sharded"}, {"latent_down": "replicated"}])
+def test_whoever_has_the_front_of_the_ffn_the_columns_are_joined(extra: dict[str, str]) -> None:
+    follow(workload("latent-moe", "tiny-tp2", rows=2, layers=1, extra=extra), 1)
 
 
 def test_padding_writes_nothing_and_gives_zero_attention() -> None:

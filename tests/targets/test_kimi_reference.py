@@ -162,29 +162,50 @@ def literal_stack(
     return rounded(rms(h, final)), P, [bank[b] for b in sorted(bank)]
 
 
-def test_layer_schedule_and_attn_res_follow_the_definition() -> None:
-    w = workload("decode", rows=2)
+@pytest.mark.parametrize("preset, layers", [("tiny", 6), ("tiny-end", 5)])
+def test_layer_schedule_and_attn_res_follow_the_definition(preset: str, layers: int) -> None:
+    w = workload("decode", preset, rows=2)
     t = tensors(w)
     step = Recorded(resolve("decode", w.options), t, ORACLE, lambda a, b: a)
     step.decode()
     for m in range(2):
-        out, prefix, bank = literal_stack(t["inputs.x0"][m].double(), t, 6, 2)
+        out, prefix, bank = literal_stack(t["inputs.x0"][m].double(), t, layers, 2)
         assert len(bank) == 3
         assert rel(step.out["outputs.out"][m], out) < 1e-4
         assert rel(step.out["outputs.prefix"][m], prefix) < 1e-4
         assert rel(step.out["outputs.bank"][m], torch.stack(bank)) < 1e-4
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 4])
-def test_a_run_of_layers_continues_an_earlier_one(cut: int) -> None:
+def test_the_model_ends_in_two_mla_layers_with_caches_of_their_own() -> None:
+    """Their caches hold different rows, and the last one's cache reaches the output through its own attention."""
+    w = workload("decode", "tiny-end", rows=2)
+    assert (w.dims["attn"], w.dims["ffn"]) == ("KKKMM", "DEEEE")
+    real = workload("decode", "tp8", layers=5, extra={"first": 88})
+    assert (real.dims["attn"], real.dims["bank_old"], real.dims["bank_rows"]) == ("KKKMM", 8, 8)
+    t = tensors(w)
+    got = run(w, t).tensors
+    rows = t["inputs.slot_mapping"]
+    third, last = (got[f"states.layers.{n}.kv"].flatten(0, 1)[rows] for n in (3, 4))
+    assert rel(third, last) > 0.5
+    swapped = dict(t)
+    for a, b in ((3, 4), (4, 3)):
+        swapped[f"states.layers.{a}.kv"] = t[f"states.layers.{b}.kv"]
+    assert rel(run(w, swapped).tensors["outputs.out"], got["outputs.out"]) > 0.05
+
+
+@pytest.mark.parametrize(
+    "preset, cut", [("tiny", 1), ("tiny", 2), ("tiny", 3), ("tiny", 4), ("tiny-end", 4)]
+)
+def test_a_run_of_layers_continues_an_earlier_one(preset: str, cut: int) -> None:
     """Layers 0 to cut - 1, then the rest on their prefix, delta and bank, equal the whole stack bit for bit."""
-    whole = workload("decode", rows=2)
+    whole = workload("decode", preset, rows=2)
     t = tensors(whole)
     expected = run(whole, t).tensors
-    head = workload("decode", rows=2, layers=cut)
+    head = workload("decode", preset, rows=2, layers=cut)
     step = _Stopped(resolve("decode", head.options), t, ORACLE, Chooser(4))
     step.decode()
-    tail = workload("decode", rows=2, layers=6 - cut, extra={"first": cut})
+    rest = whole.layers - cut
+    tail = workload("decode", preset, rows=2, layers=rest, extra={"first": cut})
     s = {k: v for k, v in t.items() if k.startswith("inputs.") or k.startswith("weights.out")}
     for name, value in t.items():
         parts = name.split(".")

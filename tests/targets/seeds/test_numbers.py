@@ -38,6 +38,7 @@ def test_layers_and_the_whole_step(compiler: CompileClient, part: str, rows: int
         Case("decode", 2, "tiny-tp2"),
         Case("decode", 1, layers=2),
         Case("decode", 1, layers=3, extra={"first": 3}),
+        Case("decode", 1, "tiny-end", layers=3, extra={"first": 2}),
         Case("latent-moe", 2, "tiny-tp2", extra={"router": "sharded"}),
         Case("latent-moe", 1, "tiny-tp2", extra={"latent_down": "replicated"}),
         Case("gemv", 16),
