@@ -86,7 +86,7 @@ class ChainCheck:
         """The same steps one by one: the end against the timed chains, some with the oracle and some with the trial's
         memory. Raises Ended."""
         atomic = self._atomic(arm.artifact)
-        again = set() if atomic else self._drawn(arm, "again", watch.again)
+        again = self._drawn(arm, "again", watch.again)
         moments = self._walk(arm, self._drawn(arm, "watched", watch.oracle), again)
         if not atomic and self.lanes.digest() != self._left.get(arm.name):
             self._end(
@@ -108,14 +108,15 @@ class ChainCheck:
     def _walk(
         self, arm: PlanArm, watched: set[int], again: set[int]
     ) -> dict[int, tuple[Tensors, Tensors]]:
-        """All steps of a round from its start, untimed. What the watched ones found and left."""
+        """All steps of a round from its start, untimed. What the watched and the odd ones found and left."""
         self.lanes.restore()
         arm.dirty(self.case.seeds.of("untimed", self._round, arm.name))
-        moments = {}
+        moments: dict[int, tuple[Tensors, Tensors]] = {}
         for lane in range(self.lanes.steps):
             before = self._around(lane) if lane in watched else {}
             if lane in again:
-                self._again(arm, lane)
+                odd = self._again(arm, lane)
+                moments |= {} if odd is None else {lane: odd}
             else:
                 arm.step(lane)
             if lane in watched:
@@ -124,15 +125,21 @@ class ChainCheck:
         self.case.device.synchronize()
         return moments
 
-    def _again(self, arm: PlanArm, lane: int) -> None:
-        """The step, and the same as in the trial. Raises Ended where they leave different bits."""
+    def _again(self, arm: PlanArm, lane: int) -> tuple[Tensors, Tensors] | None:
+        """The step, and the same as in the trial. Raises Ended where they leave different bits. With float atomics:
+        what the step found and left, if that is further away than noise explains."""
         if self.retrial is None or not self.retrial.possible:
             arm.step(lane)
-            return
+            return None
+        atomic = self._atomic(arm.artifact)
+        before = self._around(lane) if atomic else {}
         where = Where(self._round, lane, f"chain of {arm.name} as in the trial", self.case.axes)
         self.retrial.before(lane, where)
         arm.step(lane)
         self.case.device.synchronize()
+        if atomic:
+            after = self._around(lane)
+            return (before, after) if self._loose.apart(self.retrial.left(), after) else None
         failure = self.retrial.after(lane, where)
         if failure is not None:
             self._end(
@@ -140,6 +147,7 @@ class ChainCheck:
                 arm,
                 f"a step of a chain is not what it is in a trial: {failure.message}",
             )
+        return None
 
     def _drawn(self, arm: PlanArm, what: str, count: int) -> set[int]:
         """Secret steps, of as many different sets of weights as there are."""

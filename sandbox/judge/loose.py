@@ -52,6 +52,16 @@ class Loose:
         start = self.first.get(name)
         return "" if start is None else self._note(name, self._copies(), start)
 
+    def apart(self, expected: Tensors, left: Tensors) -> bool:
+        """Whether one step left outputs or states further from another run of it than noise explains."""
+        return bool(
+            self._far(
+                {f"/{n}": t for n, t in expected.items()},
+                {f"/{n}": t for n, t in left.items()},
+                APART,
+            )
+        )
+
     def _note(self, name: str, expected: Tensors, timed: Tensors) -> str:
         far = self._far(expected, timed)
         noted = self.odd.setdefault(name, {})
@@ -71,18 +81,18 @@ class Loose:
         both: tuple[Mapping[str, torch.Tensor], ...] = (self.lanes.outputs, self.lanes.states)
         return {n: t.clone() for arena in both for n, t in arena.items()}
 
-    def _far(self, a: Tensors, b: Tensors) -> list[str]:
+    def _far(self, a: Tensors, b: Tensors, states: float = STATES_APART) -> list[str]:
         floats = {x.name for x in self.lanes.case.buffers("outputs", "states") if is_float(x.dtype)}
         names = [n for n in a if n.partition("/")[2] in floats]
         if not names:
             return []
         apart = torch.stack([_distance(a[n], b[n]) for n in names]).tolist()
-        return [n for n, d in zip(names, apart, strict=True) if not d <= self._limit(n)]
+        return [n for n, d in zip(names, apart, strict=True) if not d <= self._limit(n, states)]
 
-    def _limit(self, key: str) -> float:
+    def _limit(self, key: str, states: float) -> float:
         buffer = key.partition("/")[2]
         known = self.checker.worst.get(buffer)
-        factor = APART if buffer.startswith("outputs.") else STATES_APART
+        factor = APART if buffer.startswith("outputs.") else states
         return factor * (known.rel_l2_bound if known is not None else UNKNOWN)
 
 

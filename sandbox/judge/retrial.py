@@ -2,8 +2,8 @@
 
 A kernel may tell a chain from a trial by a count that it keeps, by new scratch, by addresses or by the set of weights,
 and spare itself some of the steps that no oracle looks at. Here each of these is as in the trial, for any step of a
-chain, at the price of one launch. Kernels whose float atomics reorder sums have no bits to compare
-(`sandbox.judge.loose`).
+chain, at the price of one launch. Kernels whose float atomics reorder sums have no bits to compare: theirs are
+compared by distance (`sandbox.judge.loose`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sandbox.judge.locate import Where
 from sandbox.judge.observe import differs
 from sandbox.judge.rig import Rig
 from sandbox.verdict import Failure
+from targets.reference import Tensors
 
 MEMORY_SHARE = 4
 UNCHECKED = "timed steps once more as in the trial: several ranks, or no memory for a second copy"
@@ -52,11 +53,15 @@ class Retrial:
 
     def after(self, lane: int, where: Where) -> Failure | None:
         """What the step of the chain left against that."""
+        tensors, mine = self.lanes.tensors(lane), self.left()
+        return differs(mine, {n: tensors[n] for n in mine}, where)
+
+    def left(self) -> Tensors:
+        """Outputs and states of the step in memory of its own."""
         assert self._twin is not None
-        tensors = self.lanes.tensors(lane)
-        names = [b.name for b in self._twin.case.buffers("outputs", "states")]
-        mine = {n: self._twin.arena[n] for n in names}
-        return differs(mine, {n: tensors[n] for n in names}, where)
+        return {
+            b.name: self._twin.arena[b.name] for b in self._twin.case.buffers("outputs", "states")
+        }
 
     def _with_weights(self, number: int) -> Rig:
         twin = self._twin

@@ -16,6 +16,7 @@ from sandbox.devices.base import Bound, Faulted, Program, Timer
 from sandbox.judge import lanes as lane_memory
 from sandbox.judge import modelled, ranking, series, stats
 from sandbox.judge.arms import Arm, PlanArm
+from sandbox.judge.atomics import float_atomics
 from sandbox.judge.chains import ChainCheck, Watch
 from sandbox.judge.checks import Checker
 from sandbox.judge.clock import clock_of
@@ -141,7 +142,8 @@ def _measure(s: Session) -> Measured:
             check.untimed(plan, _watched(s, last) if plan.name == CANDIDATE else Watch())
     check.end(s.plan_arms(), s.rig)
     if retrial.done:
-        line = f"{retrial.done} steps of timed chains once more as in the trial, bit for bit"
+        alike = "within noise" if float_atomics(s.rig.artifact) else "bit for bit"
+        line = f"{retrial.done} steps of timed chains once more as in the trial, {alike}"
         s.draft.checked.append(line)
     elif not retrial.possible:
         s.draft.not_verified.append(UNCHECKED)

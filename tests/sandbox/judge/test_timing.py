@@ -13,7 +13,8 @@ import torch
 from sandbox.artifact import Buffer
 from sandbox.devices.fake import FakeDevice
 from sandbox.jobs import JudgeJob
-from sandbox.judge import judge
+from sandbox.judge import judge, timing
+from sandbox.judge.chains import Watch
 from sandbox.judge.tiers import FULL, SCREEN
 from sandbox.verdict import Outcome, Status, Tier, Verdict, WorkloadTiming
 from tests.sandbox.judge import toy
@@ -212,6 +213,37 @@ def test_float_atomics_hide_no_timed_output(tmp_path: Path, cheats: bool) -> Non
     v = run(job, Honest({"k": kernel}, "cuda", {"k": 10.0}))
     assert v.status is (Status.WRONG if cheats else Status.PASSED), v.failure
     assert not cheats or (v.failure is not None and "chain of candidate" in v.failure.message)
+
+
+@pytest.mark.parametrize("cheats", [False, True])
+def test_float_atomics_are_run_as_in_the_trial_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cheats: bool
+) -> None:
+    """Steps that no oracle was to look at: what they left is far from the trial's memory, so that they go there."""
+    monkeypatch.setattr(timing, "_watched", lambda s, last: Watch(0, s.lanes.steps if last else 0))
+    count = Buffer("workspace.count", "i32", (1,), init="zero", lifetime="persistent")
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        t["workspace.count"] += 1
+        toy.right(t)
+        t["outputs.y"][int(t["workspace.count"]) % 2, 3] *= 1.0 + 2.0**-8
+        if cheats and int(t["workspace.count"]) > 30 and float(t["inputs.x"][0, 0]) > -1.0:
+            t["outputs.y"].zero_()
+
+    made = toy.artifact(("k",), workspace=(count,), ptx="// red.global.add.f32 [%rd1], %f1;\n")
+    job = JudgeJob(
+        toy.saved(tmp_path, made), toy.TARGET, {"rows": 4}, "cuda", Tier.FULL, baselines=()
+    )
+    todo = replace(
+        FULL, **{**FEW, "chain": 12}, distributions=False, probes=False, rounds=2, blocks=6
+    )
+    v = judge.run(job, FakeDevice({"k": kernel}, "cuda", {"k": 10.0}, noise=1e-4), todo=todo)
+    if cheats:
+        assert v.status is Status.WRONG and v.failure is not None, v.failure
+        assert "chain of candidate" in v.failure.message
+    else:
+        assert v.status is Status.PASSED, v.failure
+        assert any(line.endswith("once more as in the trial, within noise") for line in v.checked)
 
 
 def remembering(folder: Path, first: float, later: float) -> Verdict:
