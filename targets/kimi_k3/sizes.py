@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 EPS = 1e-5
-"""Epsilon of every RMSNorm (the L2 norms of q and k in KDA use 1e-6)."""
+"""Epsilon of every RMSNorm (the L2 norms of q and k in KDA use 1e-6). Of q_a's and kv_a's too: vLLM passes it to them,
+while the modelling code published with the checkpoint has 1e-6 there."""
 GATE_LOWER_BOUND = -5.0
 PAGE_HEADROOM = 256
 """Cache rows beyond `context` that every request owns, so that a trajectory of steps can grow."""

@@ -24,7 +24,8 @@ def mix(s: Schedule, sources: Sequence[Tensor], norm: Tensor, proj: Tensor) -> T
 def mix_norm(
     s: Schedule, sources: Sequence[Tensor], weights: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """bf(RMS(m; out)); `weights` = (norm, proj, out). m is not rounded before the norm (the published modelling code
-    does round it; the difference is inside the noise band)."""
+    """bf(RMS(m; out)); `weights` = (norm, proj, out). m is not rounded before the norm, as in vLLM's fused kernel; the
+    modelling code published with the checkpoint rounds it to BF16. That is outside the bound, by a quarter in a chain
+    of AttnRes: nobody who is judged here does it, and a planted kernel that does must be caught."""
     norm, proj, out = weights
     return bf(rms(s, mix(s, sources, norm, proj), out))

@@ -53,7 +53,8 @@ def scores(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top(z: Tensor, k: int) -> Tensor:
-    """Ids of the k largest by descending rank; ties go to the lower id."""
+    """Ids of the k largest by descending rank; ties go to the lower id. Scores compare as real numbers, as torch's
+    topk and sort compare them; vLLM's kernel compares the bits of FP32, which differs for signed zeros only."""
     return torch.sort(z, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
@@ -72,7 +73,10 @@ def weigh(logits: Tensor, bias: Tensor, ids: Tensor) -> Routing:
 
 
 def experts(s: Schedule, latent: Tensor, ids: Tensor, w: Mapping[str, Tensor]) -> Tensor:
-    """f_e = bf(w2 bf(SiTU(w1 l, w3 l))) for every (row, rank): latent [M, L], ids [M, topk] -> [M, topk, L]."""
+    """f_e = bf(w2 bf(SiTU(w1 l, w3 l))) for every (row, rank): latent [M, L], ids [M, topk] -> [M, topk, L].
+
+    l and h are BF16, as in vLLM's path for Hopper, where weights alone are quantised; its path for Blackwell makes both
+    MXFP8. The higher precision is the definition, and no schedule has MXFP8 activations."""
     rows = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(ids.shape[1])
     out = []
     for row, chosen in zip(rows.split(PAIRS), ids.flatten().split(PAIRS), strict=True):

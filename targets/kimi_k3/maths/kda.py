@@ -55,7 +55,9 @@ class Projected:
 def kda(s: Schedule, x: Tensor, layer: Layer, slots: Slots) -> KdaResult:
     """x [M, hidden] BF16 values, the q rows of a request together; states S [slots, H, V, K], conv [slots, q + 2, 3D].
 
-    States are not written; a null request has zero attention output.
+    States are not written; a null request has zero attention output in all its rows (vLLM's stock
+    Triton kernel for verification zeroes the first row only). A_log is one number a head, as vLLM reads it; one
+    third-party oracle takes the stored 128 values for channels.
     """
     w, state = layer.weights, layer.states
     heads, dim = w["A_log"].shape[0], w["o_norm"].shape[0]

@@ -1,5 +1,8 @@
 """FP4 expert weights: E2M1 codes, two columns a byte (low nibble = even column), and a scale for each group of columns.
 
+That order is the one of the format's own packer and of converters written for this checkpoint; one third-party loader
+takes the low nibbles as the first half of a row instead.
+
 MXFP4: UE8M0 scales of 32 columns. NVFP4: E4M3 scales of 16 columns, and an f32 factor of the whole matrix beside.
 """
 

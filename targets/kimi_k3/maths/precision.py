@@ -19,11 +19,13 @@ from targets.kimi_k3.sizes import EPS
 class Schedule:
     """`chunks`: split-K parts, added last to first. `framework`: products as torch computes them for BF16 tensors.
 
-    The optional roundings: `round_u`, `round_o` (KDA's conv output and attention output cross kernels in stock serving
-    and are BF16 there; fused kernels keep FP32, and so does the oracle), `round_squares` (squares in the latent norm),
-    `round_p` (softmax weights fed to a tensor core, before or after they are normalised). `half_gate`: output gates
-    carry eleven bits, as in fp16 or from an approximate instruction; without it all schedules agree to the bit where
-    a context has one token, and a right kernel has nowhere to be.
+    The optional roundings, where published implementations differ; the oracle has none of them. `round_u`, `round_o`:
+    KDA's conv output and attention output cross kernels in vLLM 0.33.0's stock path and are BF16 there; its fused
+    kernels keep FP32. `round_squares`: vLLM's stock tail rounds the squares in the latent norm to BF16, torch's RMSNorm
+    does not. `round_p`: softmax weights fed to a tensor core, before they are normalised (flash attention) or after
+    (torch's softmax in BF16). `half_gate`: output gates carry eleven bits, as in fp16 or from an approximate
+    instruction; without it all schedules agree to the bit where a context has one token, and a right kernel has nowhere
+    to be.
     """
 
     name: str
