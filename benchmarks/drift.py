@@ -1,8 +1,10 @@
 """Free-running decode against fp64: how far working-precision schedules drift, and which router choices flip.
 
-Every runner carries its own states over all steps; all are fed the greedy tokens of the oracle, so that their errors
-stay comparable. `--routing own`: each takes the experts it chose, and one flip moves everything after it.
-`--routing oracle`: all take the oracle's, and a flip is only counted, so that what is left is the drift of the numbers.
+Every runner carries its own states over all steps. `--tokens oracle`: all are fed the greedy tokens of the oracle, so
+that their errors stay comparable. `--tokens own`: each is fed the token that it chose, as a served model is, and its
+first other token ends the comparison, for what follows is another text. `--routing own`: each takes the experts it
+chose, and one flip moves everything after it. `--routing oracle`: all take the oracle's, and a flip is only counted, so
+that what is left is the drift of the numbers.
 A random embedding and head stand in for the model's. Numbers of the tiny preset say whether errors accumulate, not how
 a trained model answers.
 
@@ -60,8 +62,10 @@ class Drift:
     flips: list[Flip] = field(default_factory=list)
     choices: int = 0
     tokens_differ: int = 0
+    parted: int | None = None
+    """The first step that chose another token than the oracle."""
 
-    def summary(self) -> dict[str, float | int | str]:
+    def summary(self) -> dict[str, float | int | str | None]:
         quarter = max(1, len(self.out) // 4)
         return {
             "runner": self.name, "steps": len(self.out), "out_first_quarter": mean(self.out[:quarter]),
@@ -70,7 +74,7 @@ class Drift:
             "state_worst": max(self.state), "router_choices": self.choices, "router_flips": len(self.flips),
             "flip_margin_worst": max((f.margin for f in self.flips), default=0.0),
             "flips_not_explained": sum(f.moved is not None and f.moved < f.margin / 2 for f in self.flips),
-            "tokens_differ": self.tokens_differ,
+            "tokens_differ": self.tokens_differ, "first_other_token": self.parted,
         }  # fmt: skip
 
 
@@ -119,6 +123,7 @@ class Walk:
     steps: int = 256
     seed: int = 1
     own_routing: bool = True
+    own_tokens: bool = False
 
 
 def run(w: Workload, names: Sequence[str], walk: Walk) -> list[Drift]:
@@ -135,20 +140,27 @@ def run(w: Workload, names: Sequence[str], walk: Walk) -> list[Drift]:
     head = torch.randn(VOCAB, hidden, generator=generator(seed, "head", "cpu"))
     tokens = torch.zeros(w.rows, dtype=torch.long)
     for step in range(walk.steps):
-        inputs = REFERENCE.inputs(w, seed, step, "cpu") | {"inputs.x0": embed[tokens]}
-        want, chosen = oracle.step(inputs)
-        tokens = (want["outputs.out"].float() @ head.T).argmax(-1)
+        inputs = REFERENCE.inputs(w, seed, step, "cpu")
+        want, chosen = oracle.step(inputs | {"inputs.x0": embed[tokens]})
+        assert chosen is not None
+        before, tokens = tokens, greedy(want, head)
         for runner, d in zip(others, drifts, strict=True):
-            got, chooser = runner.step(inputs, None if walk.own_routing else want[IDS])
+            if walk.own_tokens and d.parted is not None:
+                continue  # it decodes another text: nothing to compare
+            ids = None if walk.own_routing else want[IDS]
+            got, chooser = runner.step(inputs | {"inputs.x0": embed[before]}, ids)
+            differ = int((greedy(got, head) != tokens).sum())
+            d.tokens_differ += differ
+            d.parted = step if differ and d.parted is None else d.parted
             d.out.append(rel(got["outputs.out"], want["outputs.out"]))
             d.state.append(max(distances(runner.states, oracle.states)))
-            d.tokens_differ += int(
-                ((got["outputs.out"].float() @ head.T).argmax(-1) != tokens).sum()
-            )
             d.choices += want[IDS].shape[0] * w.rows
-            assert chosen is not None
             d.flips += list(flips(step, chosen, got[IDS], chooser))
     return drifts
+
+
+def greedy(out: Tensors, head: Tensor) -> Tensor:
+    return (out["outputs.out"].float() @ head.T).argmax(-1)
 
 
 def distances(a: Tensors, b: Tensors) -> Iterator[float]:
@@ -183,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--kv", default="bf16", choices=("bf16", "fp8"))
     p.add_argument("--routing", default="own", choices=("own", "oracle"))
+    p.add_argument("--tokens", default="oracle", choices=("oracle", "own"))
     p.add_argument(
         "--runners", default=None, help="schedules of the reference, or graph, with commas"
     )
@@ -192,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     w = find("kimi-k3-decode").workload(Options(a.preset, rows=a.rows, extra=extra))
     own = a.routing == "own"
     usual = "f32,rounded,framework" + (",graph" if own else "")
-    drifts = run(w, (a.runners or usual).split(","), Walk(a.steps, a.seed, own))
+    drifts = run(w, (a.runners or usual).split(","), Walk(a.steps, a.seed, own, a.tokens == "own"))
     for d in drifts:
         s = d.summary()
         print(
@@ -201,12 +214,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"states {s['state_first_quarter']:.4f} -> {s['state_last_quarter']:.4f}, flips {s['router_flips']} of "
             f"{s['router_choices']} (margin <= {s['flip_margin_worst']:.2e}, {s['flips_not_explained']} unexplained), "
             f"{s['tokens_differ']} tokens differ"
+            + ("" if d.parted is None else f", the first at step {d.parted}")
         )
     if a.json:
         data = {
             "workload": w.key,
             "seed": a.seed,
             "routing": a.routing,
+            "tokens": a.tokens,
             "runners": [asdict(d) | {"summary": d.summary()} for d in drifts],
         }
         a.json.write_text(json.dumps(data, indent=1) + "\n")

@@ -46,6 +46,27 @@ def test_a_leaking_state_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert leaking.state[-1] > leaking.state[0]
 
 
+def test_a_runner_on_its_own_tokens_is_compared_until_the_first_other_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = workload("decode", rows=1, layers=2)
+    (fed,) = run(w, ["f32"], Walk(4, own_routing=False))
+    (own,) = run(w, ["f32"], Walk(4, own_routing=False, own_tokens=True))
+    assert own.parted is None and (own.out, own.state) == (fed.out, fed.state)
+
+    def other(self: Runner, inputs: Tensors, ids: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
+        got, chooser = Runner.step(self, inputs, ids)
+        if self.name != "oracle" and len(steps) == 1:
+            got["outputs.out"] = -got["outputs.out"]
+        steps.extend([0] * (self.name != "oracle"))
+        return got, chooser
+
+    steps: list[int] = []
+    monkeypatch.setattr("benchmarks.drift.Runner", type("Other", (Runner,), {"step": other}))
+    (d,) = run(w, ["f32"], Walk(4, own_routing=False, own_tokens=True))
+    assert d.parted == 1 and len(d.out) == len(steps) == 2 and d.choices == 2
+
+
 def test_flips_come_with_their_margin_and_the_baseline_routes_by_itself(tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
     args = [
         "--steps",
