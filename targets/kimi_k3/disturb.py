@@ -94,8 +94,10 @@ def _one_choice(d: Draft) -> None:
 
 
 def _null_request(d: Draft) -> None:
-    """Request 0 is padding: null slots, length 0, nothing inserted; the other ranks send it zeros too."""
-    for name in d.names("slots", "lengths"):
+    """Request 0 is padding: null slots (id 0, or -1), length 0, nothing inserted; the other ranks send it zeros too."""
+    for name in d.names("slots"):
+        d.edit(name)[0] = -(d.seed % 2)
+    for name in d.names("lengths"):
         d.edit(name)[0] = 0
     for name in d.names("slot_mapping"):
         d.edit(name)[: d.q] = -1
@@ -145,10 +147,10 @@ def _stale_cache(d: Draft) -> None:
         seen[table[m][t // page] * page + t % page] = True
     for name in d.names("kv"):
         kv = d.edit(name)
-        huge = 1000.0 if kv.element_size() > 1 else 448.0
-        kv.view(-1, kv.shape[-1])[~seen.to(kv.device)] = torch.tensor(
-            huge, dtype=kv.dtype, device=kv.device
-        )
+        narrow = kv.element_size() == 1
+        huge = torch.tensor(448.0 if narrow else 1000.0, device=kv.device).to(kv.dtype)
+        bits = torch.uint8 if narrow else torch.int16  # torch fills no E4M3 through a mask
+        kv.view(-1, kv.shape[-1]).view(bits)[~seen.to(kv.device)] = huge.view(bits)
 
 
 def _saturated(d: Draft) -> None:

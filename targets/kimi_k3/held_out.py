@@ -52,9 +52,11 @@ def _ragged(d: Draft) -> None:
 
 
 def padding(d: Draft, b: int) -> None:
-    """Request b has null slots, no length, nothing to insert, and zeros from the other ranks."""
+    """Request b has null slots (any id from 0 downwards), no length, nothing to insert, and zeros from the others."""
     tokens = slice(b * d.q, (b + 1) * d.q)
-    for name in d.names("slots", "lengths"):
+    for name in d.names("slots"):
+        d.edit(name)[b] = -((b + d.seed) % 3)
+    for name in d.names("lengths"):
         d.edit(name)[b] = 0
     for name in d.names("slot_mapping"):
         d.edit(name)[tokens] = -1

@@ -102,17 +102,26 @@ def test_the_end_of_the_model_and_another_model_have_one() -> None:
     follow(find("glm-5.3-flash-kda").workload(Options("tiny", 1, 4, extra={"q": 2})))
 
 
-def test_padding_writes_nothing_and_gives_zero_attention() -> None:
-    for part in ("kda", "mla"):
-        w = workload(part, rows=4)
-        t = disturb.apply(w, "null_request", 5, tensors(w))
-        mine = with_outputs(w, t)
-        baseline = TorchGraphBaseline()
-        baseline.prepare(w, mine)
-        baseline.step()
-        assert all(mine[f"outputs.y.{i}"][0].abs().max() == 0 for i in range(w.layers))
-        for name, mask in run(w, t).masks.items():
-            assert torch.equal(mine[name][~mask], t[name][~mask])
+@pytest.mark.parametrize("part", ["kda", "mla"])
+@pytest.mark.parametrize("q", [1, 2])
+@pytest.mark.parametrize("seed", [4, 5])
+def test_padding_writes_nothing_and_gives_zero_attention(part: str, q: int, seed: int) -> None:
+    """Whatever the padded rows hold, NaN too, and whether the null slot's id is 0 or -1; in the reference as well."""
+    w = workload(part, rows=4, extra={"q": q})
+    t = disturb.apply(w, "null_request", seed, tensors(w))
+    for i in range(w.layers):
+        t[f"inputs.x.{i}"] = t[f"inputs.x.{i}"].clone()
+        t[f"inputs.x.{i}"][:q] = float("nan")
+    mine = with_outputs(w, t)
+    baseline = TorchGraphBaseline()
+    baseline.prepare(w, mine)
+    baseline.step()
+    expected = run(w, t)
+    for found in (mine, expected.tensors):
+        assert all(found[f"outputs.y.{i}"][:q].abs().max() == 0 for i in range(w.layers))
+        assert all(found[f"outputs.y.{i}"].isfinite().all() for i in range(w.layers))
+        for name, mask in expected.masks.items():
+            assert torch.equal(found[name][~mask], t[name][~mask])
 
 
 def test_a_row_that_is_not_inserted_leaves_the_cache_alone() -> None:

@@ -40,7 +40,7 @@ def kda_tokens(
         outs.append(o)
     o = torch.stack(outs, 1).view(-1, heads, dim)
     alive = live.view(-1, 1).expand(-1, tokens).reshape(-1, 1, 1)
-    out = rms_gate(o, w["o_norm"], g.reshape(-1, heads, dim)) * alive
+    out = rms_gate(o, w["o_norm"], g.reshape(-1, heads, dim)).masked_fill(~alive, 0)
     stored = live.view(-1, 1) & (ids > 0)
     store(state["S"], torch.stack(states, 1).flatten(0, 1), (ids.reshape(-1), stored.reshape(-1)))
     store(state["conv"], seq[:, 1:], (ids[:, 0], stored[:, 0]))
