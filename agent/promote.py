@@ -36,17 +36,25 @@ def decide(state: RunState, deps: Deps, rows: list[CandidateRow], note: Note) ->
                 fit.append((row.seq, row.verdict))
             elif search.better(row.verdict):
                 note("keep", row.seq, reason)
-    top = search.winner(fit)
-    for seq, _ in fit:
-        if seq != top:
-            reason = f"better than candidate {incumbent}, but candidate {top} gains more"
-            note("keep", seq, reason)
+    top = search.winner(fit, {seq: _lines(deps, seq) for seq, _ in fit})
     if top is None:
         return {"stale": state.get("stale", 0) + 1, "infra": infra}
-    reason = search.promotable(base, dict(fit)[top], deps.settings.confirm)[1]
+    chosen = dict(fit)[top]
+    reason = search.promotable(base, chosen, deps.settings.confirm)[1]
+    for seq, verdict in fit:
+        if seq == top:
+            continue
+        shorter = (search.gain(verdict) or 0.0) >= (search.gain(chosen) or 0.0)
+        why = "is shorter and cannot be told apart by its time" if shorter else "gains more"
+        note("keep", seq, f"better than candidate {incumbent}, but candidate {top} {why}")
     note("promote", top, reason)
     promote(deps, top, reason)
     return {"incumbent": top, "stale": 0, "infra": infra}
+
+
+def _lines(deps: Deps, seq: int) -> int:
+    source = deps.workspace.get(read_json(deps.files.result(seq))["source"])
+    return search.code_lines(source.decode("utf-8", "replace"))
 
 
 def promote(deps: Deps, seq: int, reason: str) -> None:

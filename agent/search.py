@@ -7,7 +7,7 @@ judge's numbers alone and never compare verdicts of different trust or device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sandbox.verdict import Outcome, Status, Tier, Trust, Verdict, WorkloadTiming
@@ -200,10 +200,27 @@ def same_device(a: Verdict, b: Verdict) -> bool:
     return all(a.device.get(key) == b.device.get(key) for key in ("kind", "name"))
 
 
-def winner(found: Sequence[tuple[int, Verdict]]) -> int | None:
-    """Of promotable candidates of one round (seq, verdict) the one with the largest lower bound."""
-    ranked = sorted(found, key=lambda item: (-(gain(item[1]) or 0.0), item[0]))
-    return ranked[0][0] if ranked else None
+def winner(found: Sequence[tuple[int, Verdict]], lines: Mapping[int, int]) -> int | None:
+    """Of promotable candidates of one round (seq, verdict) the one with the largest lower bound. Of
+    those that cannot be told apart from it, the one with the fewest `lines` (seq -> lines of code).
+    """
+    if not found:
+        return None
+    most = max(gain(verdict) or 0.0 for _, verdict in found)
+    alike = [(seq, v) for seq, v in found if _upper(v) >= most]
+    return min(alike, key=lambda x: (lines.get(x[0], 0), -(gain(x[1]) or 0.0), x[0]))[0]
+
+
+def _upper(verdict: Verdict) -> float:
+    """Upper bound of what `gain` is the lower bound of."""
+    row = workload(verdict)
+    ratio = row.speedup_incumbent if row is not None else None
+    return ratio.high if ratio is not None and math.isfinite(ratio.high) else 0.0
+
+
+def code_lines(source: str) -> int:
+    """Lines that are neither blank nor a comment."""
+    return sum(1 for x in source.splitlines() if x.strip() and not x.strip().startswith("#"))
 
 
 def parents(standings: Sequence[Standing], incumbent: int, k: int) -> tuple[int, ...]:

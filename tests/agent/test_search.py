@@ -56,8 +56,17 @@ def test_unjailed_and_other_devices_are_not_ranked_with_the_incumbent() -> None:
 
 
 def test_the_winner_has_the_largest_lower_bound_and_the_smallest_number_on_a_tie() -> None:
-    assert search.winner([(1, timed(1, 1.02)), (2, timed(1, 1.05)), (3, timed(1, 1.05))]) == 2
-    assert search.winner([]) is None
+    assert search.winner([(1, timed(1, 1.02)), (2, timed(1, 1.05)), (3, timed(1, 1.05))], {}) == 2
+    assert search.winner([], {}) is None
+
+
+def test_of_those_that_cannot_be_told_apart_the_shortest_wins() -> None:
+    """Intervals are [low, low + 0.02] here."""
+    found = [(1, timed(1, 1.02)), (2, timed(1, 1.05)), (3, timed(1, 1.06))]
+    assert search.winner(found, {1: 10, 2: 90, 3: 90}) == 3
+    assert search.winner(found, {1: 10, 2: 80, 3: 90}) == 2
+    assert search.winner(found, {1: 10, 2: 90, 3: 80}) == 3
+    assert search.code_lines("a = 1\n\n    # why\n  b = 2  # and\n") == 2
 
 
 def test_every_third_place_goes_to_the_best_other_lineage() -> None:
