@@ -28,6 +28,20 @@ TOOL_ATTACKS = (
 )  # fmt: skip
 
 
+# Without bubblewrap, and as an ordinary user with it: the quick attacks there are in CI, all in all ways are `soak`.
+IN_CI = {("root", "landlock"), ("user", "strict A"), ("user", "landlock")}
+
+
+def everywhere(user: str, ways: tuple[str, ...]) -> list[Any]:
+    """Every attack in every way, marked by how long they take together."""
+    return [
+        pytest.param(way, attack.name, marks=pytest.mark.slow if in_ci and not attack.slow else pytest.mark.soak)
+        for way in ways
+        for in_ci in [(user, way) in IN_CI]
+        for attack in ATTACKS
+    ]  # fmt: skip
+
+
 def run(client: Any, attack: Attack, way: str) -> dict[str, Any]:
     if client.problem:
         pytest.skip(client.problem)
@@ -66,16 +80,12 @@ def test_strongest_tier_stops(name: str, drivers: Any) -> None:
     judge(BY_NAME[name], way.split()[0] if way else "", run(client, BY_NAME[name], way))
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.parametrize("way", ROOT_WAYS)
+@pytest.mark.parametrize(("way", "name"), everywhere("root", ROOT_WAYS))
 def test_started_by_root(name: str, way: str, drivers: Any) -> None:
     judge(BY_NAME[name], way.split()[0], run(drivers("root"), BY_NAME[name], way))
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.parametrize("way", USER_WAYS)
+@pytest.mark.parametrize(("way", "name"), everywhere("user", USER_WAYS))
 def test_started_by_an_ordinary_user(name: str, way: str, drivers: Any) -> None:
     judge(BY_NAME[name], way.split()[0], run(drivers("user"), BY_NAME[name], way))
 
