@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sandbox.verdict import Outcome, Status, Tier, Trust, Verdict, WorkloadTiming
+from sandbox.verdict import Outcome, Ratio, Status, Tier, Trust, Verdict, WorkloadTiming
 
 # Stop reasons. The first group is a normal end; the second leaves a partial result behind.
 DONE = ("floor", "plateau", "rounds", "candidates", "exhausted", "seed_failed", "infra")
@@ -147,6 +147,30 @@ def fraction(verdict: Verdict) -> float | None:
         return None
     got = row.fraction_of_floor_measured
     return got if got is not None else row.fraction_of_floor_spec
+
+
+def shares(w: WorkloadTiming) -> str:
+    """The share of the byte floor in words, at both rates; empty where no rate is known."""
+    measured, spec = w.fraction_of_floor_measured, w.fraction_of_floor_spec
+    if measured is None and spec is None:
+        return ""
+    both = f"{measured:.1%} of the byte floor at the measured rate" if measured is not None else ""
+    if spec is None:
+        return both
+    return (
+        f"{both}, {spec:.1%} at the specified one"
+        if both
+        else f"{spec:.1%} of the byte floor at the specified rate"
+    )
+
+
+def ratios(w: WorkloadTiming) -> list[tuple[str, Ratio]]:
+    """What was timed beside it, by name: "baseline" is the fastest one and nothing else."""
+    pairs = (
+        ("the incumbent", w.speedup_incumbent), ("the torch graph", w.speedup_graph),
+        (f"the fastest baseline, {w.best_baseline}", w.speedup_best),
+    )  # fmt: skip
+    return [(what, ratio) for what, ratio in pairs if ratio is not None]
 
 
 def gain(verdict: Verdict) -> float | None:

@@ -135,19 +135,14 @@ def _numbers(data: dict[str, Any], verdict: Verdict) -> list[str]:
     lines = [f"  best: {which}, judged at tier {verdict.tier}, trust {verdict.trust}, on {name}"]
     row = search.workload(verdict)
     if row is not None and verdict.timing is not None:
-        reached = search.fraction(verdict)
+        said = search.shares(row)
         lines.append(
             f"  {verdict.timing.kind}: {row.us:.2f} us a step ({row.preset}, {row.layers} layers, "
             f"{row.m} rows, context {row.context}), {row.launches} launches"
-            + (f", {reached:.1%} of the byte floor" if reached is not None else "")
+            + (f", {said}" if said else "")
         )
-        pairs = (
-            ("the incumbent it replaced", row.speedup_incumbent), ("the CUDA graph baseline", row.speedup_graph),
-            (row.best_baseline or "the best baseline", row.speedup_best),
-        )  # fmt: skip
-        for words, ratio in pairs:
-            if ratio is not None:
-                lines.append(f"  {ratio.value:.4f} x {words} [{ratio.low:.4f}, {ratio.high:.4f}]")
+        for words, ratio in search.ratios(row):
+            lines.append(f"  {ratio.value:.4f} x {words} [{ratio.low:.4f}, {ratio.high:.4f}]")
     else:
         lines.append("  not timed")
     missing = verdict.not_verified or ("nothing is listed",)

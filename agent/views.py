@@ -32,12 +32,9 @@ def verdict_lines(name: str, v: Verdict) -> list[str]:
             f"  {kind}: {w.us:.2f} us a step, {w.us_per_layer:.2f} a layer, {w.launches} launches, "
             f"{w.gb_per_s:.0f} GB/s"
         )
-    reached = search.fraction(v)
-    if reached is not None:
-        lines.append(f"  {reached:.1%} of the byte floor")
-    row = search.workload(v)
-    for what, ratio in _ratios(row) if row else ():
-        lines.append(f"  {ratio.value:.4f} x {what} [{ratio.low:.4f}, {ratio.high:.4f}]")
+        lines += [f"  {said}" for said in (search.shares(w),) if said]
+        for what, ratio in search.ratios(w):
+            lines.append(f"  {ratio.value:.4f} x {what} [{ratio.low:.4f}, {ratio.high:.4f}]")
     if v.correctness is not None:
         bad = [t for t in v.correctness.tensors if not t.ok]
         c = v.correctness
@@ -61,14 +58,6 @@ def verdict_lines(name: str, v: Verdict) -> list[str]:
     if v.seconds:
         lines.append("  seconds: " + ", ".join(f"{k} {s:.2f}" for k, s in v.seconds.items()))
     return lines
-
-
-def _ratios(row: Any) -> list[tuple[str, Any]]:
-    pairs = [
-        ("the incumbent", row.speedup_incumbent), ("the CUDA graph baseline", row.speedup_graph),
-        (row.best_baseline or "the best baseline", row.speedup_best),
-    ]  # fmt: skip
-    return [(what, ratio) for what, ratio in pairs if ratio is not None]
 
 
 def columns(rows: list[dict[str, Any]], names: dict[str, str]) -> str:

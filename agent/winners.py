@@ -81,14 +81,9 @@ def notes(deps: Deps, result: Mapping[str, Any], verdict: Verdict) -> str:
     ]  # fmt: skip
     if row is not None and verdict.timing is not None:
         lines.append(f"- {verdict.timing.kind}: {row.us:.2f} us a step, {row.launches} launches")
-        reached = search.fraction(verdict)
-        if reached is not None:
-            lines.append(f"- {reached:.1%} of the byte floor")
-        for name, ratio in (("incumbent", row.speedup_incumbent), ("graph", row.speedup_graph)):
-            if ratio is not None:
-                lines.append(
-                    f"- {ratio.value:.4f} x the {name} [{ratio.low:.4f}, {ratio.high:.4f}]"
-                )
+        lines += [f"- {said}" for said in (search.shares(row),) if said]
+        for what, ratio in search.ratios(row):
+            lines.append(f"- {ratio.value:.4f} x {what} [{ratio.low:.4f}, {ratio.high:.4f}]")
     lines += ["", "Checked:", "", *[f"- {x}" for x in verdict.checked or ("(not listed)",)]]
     lines += [
         "",

@@ -12,7 +12,7 @@ from agent.export.rebuild import Rebuilt
 from agent.export.subject import Subject
 from agent.store import Queries
 from agent.versions import versions
-from sandbox.verdict import Ratio
+from sandbox.verdict import Ratio, WorkloadTiming
 
 
 def provenance(queries: Queries, s: Subject, rebuilt: Rebuilt) -> dict[str, Any]:
@@ -76,6 +76,7 @@ def timing(s: Subject) -> list[dict[str, Any]]:
             "kind": s.verdict.timing.kind, "preset": w.preset, "layers": w.layers, "rows": w.m,
             "context": w.context, "launches": w.launches, "us": w.us,
             "fraction_of_floor": w.fraction_of_floor_measured or w.fraction_of_floor_spec,
+            "fraction_of_floor_spec": w.fraction_of_floor_spec,
             "speedup_incumbent": ratio(w.speedup_incumbent),
             "speedup_graph": ratio(w.speedup_graph), "speedup_best": ratio(w.speedup_best),
             "best_baseline": w.best_baseline,
@@ -99,7 +100,7 @@ def table(s: Subject) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for w in rows:
-        r = w.speedup_graph or w.speedup_best or w.speedup_incumbent
+        r, _ = against(w)
         before = f"{w.us * r.value:.2f}" if r else "not timed"
         said = f"{r.value:.3f} [{r.low:.3f}, {r.high:.3f}]" if r else "not timed"
         out.append(
@@ -108,15 +109,20 @@ def table(s: Subject) -> str:
     return "\n".join(out) + "\n\n" + _meaning(s) + "\n"
 
 
+def against(w: WorkloadTiming) -> tuple[Ratio | None, str]:
+    """What a claim is made against, and its name: the fastest baseline that was timed, else what there is."""
+    if w.speedup_best:
+        return w.speedup_best, f"`{w.best_baseline}`, the fastest baseline that was timed"
+    if w.speedup_incumbent:
+        return w.speedup_incumbent, "the run's incumbent, itself a generated kernel"
+    if w.speedup_graph:
+        return w.speedup_graph, "the torch graph, a slow opponent: no stronger one was timed"
+    return None, "nothing"
+
+
 def _meaning(s: Subject) -> str:
-    w = s.timing
-    base = "nothing"
-    if w is not None and w.speedup_graph:
-        base = (
-            "the graph-captured torch path of the same mathematics, written for the judge; not vLLM"
-        )
-    elif w is not None and (w.speedup_best or w.speedup_incumbent):
-        base = w.best_baseline or "the run's incumbent, itself a generated kernel; not vLLM"
+    base = "nothing" if s.timing is None else against(s.timing)[1]
+    base += "" if base == "nothing" else "; not vLLM"
     where = s.verdict.device.get("name", "unknown device")
     return (
         f"Device: {where}. Before = {base}. Times are of the whole chain of instances, from the "

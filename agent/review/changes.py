@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agent import search
 from sandbox.verdict import Ratio, Verdict, WorkloadTiming, short_name
 
 
@@ -23,7 +24,7 @@ class Speedup:
     against: str
     ratio: Ratio
     us: float
-    floor: float | None
+    floor: str
 
 
 @dataclass(frozen=True)
@@ -70,22 +71,19 @@ def label(w: WorkloadTiming) -> str:
     )
 
 
-def floor_of(w: WorkloadTiming) -> float | None:
-    got = w.fraction_of_floor_measured
-    return got if got is not None else w.fraction_of_floor_spec
+def floors(w: WorkloadTiming) -> str:
+    """Shares of the byte floor: at the measured rate, and at the specified one in brackets."""
+    shares = (w.fraction_of_floor_measured, w.fraction_of_floor_spec)
+    measured, spec = ("" if x is None else f"{x:.1%}" for x in shares)
+    return f"{measured} ({spec})" if spec else measured
 
 
 def speedups(v: Verdict | None) -> tuple[Speedup, ...]:
     """Every paired comparison of every timed workload."""
     rows = []
     for w in v.timing.workloads if v and v.timing else ():
-        pairs = (
-            ("the incumbent of then", w.speedup_incumbent), ("CUDA graph baseline", w.speedup_graph),
-            (w.best_baseline or "best baseline", w.speedup_best),
-        )  # fmt: skip
-        for against, ratio in pairs:
-            if ratio is not None:
-                rows.append(Speedup(label(w), w.regime, against, ratio, w.us, floor_of(w)))
+        for against, ratio in search.ratios(w):
+            rows.append(Speedup(label(w), w.regime, against, ratio, w.us, floors(w)))
     return tuple(rows)
 
 

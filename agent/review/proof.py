@@ -12,7 +12,7 @@ from typing import Literal
 
 from agent import difference, waterfall
 from agent.difference import Side
-from agent.review.changes import KernelTime, label
+from agent.review.changes import KernelTime, floors, label
 from agent.review.decide import Decision
 from agent.review.dossier import Dossier
 from agent.review.risks import closest, used
@@ -41,7 +41,7 @@ def headline(d: Dossier) -> str:
     """One line: who, what came of it."""
     v = d.me.verdict
     state = "not judged" if v is None else f"{v.status}" + (f", {v.outcome}" if v.outcome else "")
-    paired = next((s for s in d.speedups if s.against == "the incumbent of then"), None)
+    paired = next((s for s in d.speedups if s.against == "the incumbent"), None)
     gain = "" if paired is None else f", {_ratio(paired.ratio.value, paired.ratio)} x the incumbent"
     word = f"; {WORD[d.standing.kind]} by {d.standing.who}" if d.standing else ""
     return f"{state}{gain}{word}"
@@ -69,13 +69,14 @@ def _speedups(d: Dossier) -> Section:
         return Section("speedups", "Speed-up", ("not timed",), tone="warn")
     rows = tuple(
         (s.workload, s.regime, s.against, f"{s.ratio.value:.4f}",
-         f"{s.ratio.low:.4f} to {s.ratio.high:.4f}", f"{s.us:.2f}", _share(s.floor))
+         f"{s.ratio.low:.4f} to {s.ratio.high:.4f}", f"{s.us:.2f}", s.floor)
         for s in d.speedups
     ) or tuple(
-        (label(w), w.regime, "nothing", "", "", f"{w.us:.2f}", _share(w.fraction_of_floor_measured))
+        (label(w), w.regime, "nothing", "", "", f"{w.us:.2f}", floors(w))
         for w in v.timing.workloads
     )  # fmt: skip
-    head = ("workload", "regime", "against", "speed-up", "95 % interval", "us a step", "of floor")
+    head = ("workload", "regime", "against", "speed-up", "95 % interval", "us a step",
+            "of floor (at the specified rate)")  # fmt: skip
     gain = d.me.row["predicted_gain"]
     lines = [f"times are {v.timing.kind}; paired and interleaved by the judge"]
     if gain is not None:
@@ -220,10 +221,6 @@ def _ratio(value: float, r: object) -> str:
 
 def _pair(error: float, bound: float) -> str:
     return f"{error:.3g} / {bound:.3g}"
-
-
-def _share(x: float | None) -> str:
-    return "" if x is None else f"{x:.1%}"
 
 
 def _count(x: int | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from agent import search
+from agent.export.provenance import against
 from agent.search import Limits, Progress, Spent, Standing
 from sandbox.verdict import (
     Correctness,
@@ -35,6 +36,40 @@ BASE = replace(GOOD, tier=Tier.SCREEN, trust=Trust.JUDGED, outcome=Outcome.NOT_T
 def timed(us: float, low: float = 1.0) -> Verdict:
     row = replace(ROW, us=us, speedup_incumbent=Ratio(low + 0.01, low, low + 0.02))
     return replace(GOOD, timing=Timing("measured", (row,)))
+
+
+def test_reports_name_the_fastest_baseline_and_both_rates() -> None:
+    """The torch graph is never called a baseline, and what was not timed is not named."""
+    row = replace(
+        ROW, speedup_graph=Ratio(9.0, 8.9, 9.1), speedup_best=Ratio(1.2, 1.1, 1.3), best_baseline="mix",
+        fraction_of_floor_measured=0.5, fraction_of_floor_spec=0.4688,
+    )  # fmt: skip
+    said = dict(search.ratios(row))
+    assert said["the fastest baseline, mix"].value == 1.2 and said["the torch graph"].value == 9.0
+    assert (
+        search.shares(row)
+        == "50.0% of the byte floor at the measured rate, 46.9% at the specified one"
+    )
+    weak = replace(row, speedup_best=None, best_baseline="")
+    assert not any("baseline" in what for what, _ in search.ratios(weak))
+    modelled = replace(row, fraction_of_floor_measured=None)
+    assert search.shares(modelled) == "46.9% of the byte floor at the specified rate"
+    assert search.shares(replace(modelled, fraction_of_floor_spec=None)) == ""
+
+
+def test_an_export_is_compared_with_the_strongest_that_was_timed() -> None:
+    row = replace(
+        ROW, speedup_graph=Ratio(9.0, 8.9, 9.1), speedup_incumbent=Ratio(1.5, 1.4, 1.6),
+        speedup_best=Ratio(1.2, 1.1, 1.3), best_baseline="mix",
+    )  # fmt: skip
+    ratio, name = against(row)
+    assert (
+        ratio is not None and ratio.value == 1.2 and name.startswith("`mix`, the fastest baseline")
+    )
+    ratio, name = against(replace(row, speedup_best=None))
+    assert ratio is not None and ratio.value == 1.5 and "incumbent" in name
+    ratio, name = against(replace(row, speedup_best=None, speedup_incumbent=None))
+    assert ratio is not None and ratio.value == 9.0 and "no stronger one was timed" in name
 
 
 def test_only_a_confirmed_better_verdict_is_promoted() -> None:

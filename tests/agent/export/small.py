@@ -143,6 +143,7 @@ def verdict(a: Artifact, kind: str = "cuda") -> Verdict:
     row = WorkloadTiming(
         a.target, str(w["preset"]), int(w["layers"]), int(w["rows"]), 1, int(w["context"]), 1,
         len(a.step.launches), 10.0, 10.0, 1.0, 2048, 0.5, None, Ratio(1.5, 1.4, 1.6), Ratio(2.0, 1.9, 2.1),
+        Ratio(1.2, 1.1, 1.3), "mix",
     )  # fmt: skip
     check = TensorCheck("outputs.y", 0.0, 1e-6, 0.0, 1e-6, 0.0, 1e-6, True)
     return Verdict(

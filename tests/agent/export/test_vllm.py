@@ -310,8 +310,9 @@ def test_pull_request_and_commits_say_what_is_known_and_what_is_not(tmp_path: Pa
     p, c = plan(s, w), open_checkout(root)
     text = vllm_text.pull_request(p, c, ["checked so"], "\n---\nchecklist\n")
     for wanted in (
-        "Duplicate-work check", "AI assistance", "End to end", "GSM8K", "2.000 [1.900, 2.100]", "two GPUs", "rows 2",
-        "4.8.0", p.test, "checked so", "checklist", s.artifact.sha256, "That baseline is not vLLM's kernel",
+        "Duplicate-work check", "AI assistance", "End to end", "GSM8K", "1.200 [1.100, 1.300]", "two GPUs", "rows 2",
+        "4.8.0", p.test, "checked so", "checklist", s.artifact.sha256, "That is not vLLM's kernel",
+            "`mix`, the fastest baseline",
     ):  # fmt: skip
         assert wanted in text, wanted
     assert "AI assistance was used. kernelgen, a loop around language models, proposed" in text

@@ -51,7 +51,9 @@ def real(root: Path) -> Path:
 def small(root: Path) -> Path:
     """Files with nothing but what the export looks for."""
     texts = dict.fromkeys(MARKS, "")
-    texts["pyproject.toml"] = '[project]\nname = "vllm"\n[tool.ruff.lint]\nselect = ["E4", "E7", "F", "I"]\n'
+    texts["pyproject.toml"] = (
+        '[project]\nname = "vllm"\n[tool.ruff.lint]\nselect = ["E4", "E7", "F", "I"]\n'
+    )
     texts["PKG-INFO"] = "Version: 0.33.0\n"
     texts[".buildkite/test_areas/kernels.yaml"] = "steps:\n- label: one\n"
     for place in (*PLACES.values(), *INSIDE.values()):
