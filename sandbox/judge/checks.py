@@ -59,12 +59,22 @@ class Checker:
         """The most telling failure of this moment, or None."""
         settled = settle(self.case, m.given, m.after, m.where)
         if isinstance(settled, Failure):
-            return settled
+            return self._before(settled, m) or settled
         self.tied_rows += settled.rows
         failures = [f for b in self._judged() if (f := self._form(b, settled.expected, m))]
         if not failures:
             failures = self._numbers(settled, m, band) or self._unlike(m)
         return _first(failures) if failures else None
+
+    def _before(self, choice: Failure, m: Moment) -> Failure | None:
+        """What explains a wrong choice of a later layer: a tensor of an earlier one that is wrong, if there is one."""
+        name, first = str(choice.where.get("tensor")), choice.where.get("first") or ()
+        axes = m.where.names(name)
+        if not first or not axes or not axes[0].endswith("layer"):
+            return None
+        own = Settled(self.case.reference.run(self.case.workload, m.given, "oracle"), {})
+        wrong = [f for f in self._numbers(own, m, "alone") if _layer(f) < first[0]]
+        return _first([*wrong, choice]) if wrong else None
 
     def _unlike(self, m: Moment) -> list[Failure]:
         """Results that all ranks of a job must hold alike, bit for bit (`replicated` of the reference)."""
@@ -244,14 +254,15 @@ def _failure(rule: str, found: tuple[str, Mapping[str, Any]]) -> Failure:
     return Failure(rule, found[0], found[1])
 
 
+def _layer(f: Failure) -> float:
+    layer = f.where.get("layer")
+    return math.inf if layer is None else float(layer)
+
+
 def _first(failures: list[Failure]) -> Failure:
     """The earliest layer explains the later ones; tensors without a layer come last."""
 
-    def order(f: Failure) -> float:
-        layer = f.where.get("layer")
-        return math.inf if layer is None else float(layer)
-
-    chosen = min(failures, key=order)
+    chosen = min(failures, key=_layer)
     also = [str(f.where.get("tensor")) for f in failures if f is not chosen]
     if not also:
         return chosen

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from sandbox.judge import peers, poison, probes, smallest
+from sandbox.judge import experts, peers, poison, probes, smallest
 from sandbox.judge.atomics import float_atomics
 from sandbox.judge.checks import Band, Checker, Moment
 from sandbox.judge.ending import Ended
@@ -64,7 +64,8 @@ class Trial:
         """Compare with the oracle. Raises Ended."""
         failure = self.checker.check(m, band)
         if failure is not None:
-            raise Ended(Status.WRONG, smallest.shrunk(self, m, failure), self.result())
+            explained = experts.named(self, m, failure)
+            raise Ended(Status.WRONG, smallest.shrunk(self, m, explained), self.result())
 
     def inputs(self, seed: int, k: int) -> Tensors:
         case = self.rig.case
