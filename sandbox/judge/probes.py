@@ -15,7 +15,7 @@ import torch
 
 from sandbox.artifact import LaunchPlan
 from sandbox.devices.base import Faulted, Refused
-from sandbox.judge import delays, partial, races, stress
+from sandbox.judge import delays, partial, races, rows, stress
 from sandbox.judge import rig as rigs
 from sandbox.judge.checks import Moment
 from sandbox.judge.ending import Ended
@@ -36,8 +36,8 @@ LOADED_REPEATS = 8
 def run(trial: Trial) -> None:
     """All probes. Raises Ended at the first failure."""
     for probe in (
-        _other_addresses, partial.probe, _exchanged_weights, _perturbed_states, _back_to_back, _under_load,
-        delays.probe, _ablations, stress.run,
+        _other_addresses, partial.probe, _exchanged_weights, _perturbed_states, rows.probe, _back_to_back,
+        _under_load, delays.probe, _ablations, stress.run,
     ):  # fmt: skip
         probe(trial)
     if trial.effort.races:

@@ -39,6 +39,9 @@ def test_right_kernel_passes_all_probes(tmp_path: Path) -> None:
         "other addresses",
         "exchanged",
         "perturbed",
+        "one row of 4 states and 2 weights",
+        "only a part is new",
+        "rows that are alike",
         "without a pause",
         "distributions",
         "4 steps",
@@ -58,6 +61,61 @@ def test_weights_kept_from_the_first_step(tmp_path: Path) -> None:
     v = judged(tmp_path, {"k": kernel}, todo=replace(FEW, distributions=False))
     assert v.status is Status.WRONG and v.failure is not None
     assert v.failure.where["phase"] == "exchanged weights"
+
+
+def test_a_weight_kept_by_a_sample_of_it(tmp_path: Path) -> None:
+    """Layers' weights are packed once and again whenever their first row changes."""
+    kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        used = dict(t)
+        for n in [n for n in t if n.startswith("weights.layers")]:
+            if n not in kept or not torch.equal(kept[n][0], t[n][0]):
+                kept[n] = (t[n][0].clone(), t[n].clone())
+            used[n] = kept[n][1]
+        toy.right(used)
+
+    v = judged(tmp_path, {"k": kernel}, todo=replace(FEW, distributions=False))
+    assert v.status is Status.WRONG and v.failure is not None
+    assert v.failure.where["phase"].startswith("one row of weights.layers")
+
+
+def test_a_cache_row_that_is_not_followed(tmp_path: Path) -> None:
+    """State rows with their usual size are right; one that is larger than all others is cut down to it."""
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        cut = dict(t)
+        for n in [n for n in t if n.startswith("states")]:
+            norms = t[n].norm(dim=1, keepdim=True)
+            usual = norms.median()
+            cut[n] = torch.where(norms > 2.5 * usual, t[n] * (usual / norms), t[n])
+        toy.right(cut)
+        for n, old in t.items():
+            if n.startswith("states"):
+                old.copy_(cut[n])
+
+    v = judged(tmp_path, {"k": kernel}, todo=replace(FEW, distributions=False))
+    assert v.status is Status.WRONG and v.failure is not None
+    assert "one row of states" in v.failure.where["phase"]
+
+
+@pytest.mark.parametrize("shared", ["steps", "rows"])
+def test_results_shared_by_a_sample_of_the_inputs(tmp_path: Path, shared: str) -> None:
+    """Results of the step before, or of the first row, where one element of the input is the same."""
+    last: dict[str, torch.Tensor] = {}
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        x = t["inputs.x"].clone()
+        old = x[:1].expand_as(x) if shared == "rows" else last.get("x", x)
+        same = x[:, 5] == old[:, 5]
+        last["x"] = x
+        toy.right({**t, "inputs.x": torch.where(same[:, None], old, x)})
+        t["outputs.copy"].copy_(x)
+
+    v = judged(tmp_path, {"k": kernel}, todo=replace(FEW, distributions=False))
+    assert v.status is Status.WRONG and v.failure is not None
+    phase = "in common" if shared == "rows" else "of the inputs as before"
+    assert phase in v.failure.where["phase"]
 
 
 def test_results_kept_by_address(tmp_path: Path) -> None:
