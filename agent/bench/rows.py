@@ -32,7 +32,8 @@ LATENCIES = (
 
 @dataclass(frozen=True)
 class Context:
-    """What every row says: the kernel's name, the command, the layers of the whole model (None: the slice is it)."""
+    """What every row says: the kernel's name, the command, the layers of the whole model (None: the slice is it; 0:
+    a piece of a layer, of which no tokens a second follow)."""
 
     kernel: str
     command: str
@@ -117,7 +118,8 @@ def _common(v: Verdict, w: Workload, c: Context) -> dict[str, Any]:
 def _row(t: WorkloadTiming, common: Mapping[str, Any], us: float, c: Context) -> dict[str, Any]:
     """Times of one arm; the fractions follow from the candidate's by the ratio of the times."""
     per_layer = us / max(1, t.layers)
-    whole = per_layer * (c.model_layers or t.layers)
+    layers = t.layers if c.model_layers is None else c.model_layers
+    steps = 1e6 / (per_layer * layers) if per_layer > 0 and layers else None
     requests = t.m / max(1, t.q)
     scale = t.us / us if us > 0 else 0.0
 
@@ -128,8 +130,7 @@ def _row(t: WorkloadTiming, common: Mapping[str, Any], us: float, c: Context) ->
         **common, "us": us, "us_per_layer": per_layer, "floor_bytes": t.floor_bytes, "gb_per_s": t.gb_per_s * scale,
         "fraction_of_floor_measured": scaled(t.fraction_of_floor_measured),
         "fraction_of_floor_spec": scaled(t.fraction_of_floor_spec),
-        "tok_s_user": 1e6 / whole if whole > 0 else None, "tok_s": requests * 1e6 / whole if whole > 0 else None,
-        "model_layers": c.model_layers or t.layers,
+        "tok_s_user": steps, "tok_s": None if steps is None else requests * steps, "model_layers": layers,
     }  # fmt: skip
 
 
@@ -138,9 +139,11 @@ def _figures(arm: Mapping[str, Any], t: WorkloadTiming, c: Context) -> dict[str,
     if out.get("launches"):
         out["launches_per_layer"] = out["launches"] / max(1, t.layers)
     if "joules" in arm:
-        layers = (c.model_layers or t.layers) / max(1, t.layers)
+        layers = t.layers if c.model_layers is None else c.model_layers
         out["joules_per_step"] = arm["joules"]
-        out["joules_per_token"] = arm["joules"] * layers / max(1.0, t.m / max(1, t.q))
+        if layers:
+            share = layers / max(1, t.layers)
+            out["joules_per_token"] = arm["joules"] * share / max(1.0, t.m / max(1, t.q))
     return out
 
 

@@ -135,6 +135,17 @@ def test_every_arm_is_a_row_with_its_own_rates() -> None:
     )
 
 
+def test_a_piece_of_a_layer_makes_no_tokens() -> None:
+    w = workload()
+    own, _, mix = rows_of(verdict(w), w, replace(CONTEXT, model_layers=0))
+    assert own["tok_s_user"] is own["tok_s"] is mix["tok_s"] is None
+    assert "joules_per_token" not in own and own["joules_per_step"] == 0.2
+    (slice_, *_) = rows_of(verdict(w), w, replace(CONTEXT, model_layers=None))
+    assert slice_["tok_s_user"] == pytest.approx(1e6 / 400.0) and slice_["model_layers"] == 4
+    layers = {n: find(n).model_layers(Options("tp8")) for n in ("kimi-k3-kda", "kimi-k3-decode")}  # type: ignore[attr-defined]
+    assert layers == {"kimi-k3-kda": 0, "kimi-k3-decode": 93}
+
+
 def test_the_seed_chain_is_a_baseline_too() -> None:
     w = workload()
     found = timing(w)
