@@ -91,7 +91,7 @@ class KimiTarget:
         return () if self.part in PAIRED else STRONG
 
     def model_layers(self, options: Options) -> int:
-        """Layers of the whole model, of which a workload is a slice; 0 for a piece of a layer, which makes no tokens."""
+        """Layers of the whole model, of which a workload is a slice; 0 for a piece, which makes no tokens."""
         if self.part != "decode":
             return 0
         presets = {**FAMILIES[self.family], **PAIR_PRESETS}
