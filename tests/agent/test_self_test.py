@@ -46,6 +46,7 @@ QUICK = (
     "kda/decay-without-bound", "latent-moe/scale-of-the-neighbour", "latent-moe/shared-choice-skipped",
     "persistent/prefix-not-reported", "persistent/full-parity-inverted",
     "oproj-allreduce/wrong-rank", "gemv/sum-not-started",
+    "gemv/launch-number", "mla/later-tokens-seen",
     "gemv/atomic-sum", "attn-res/base-two-softmax", "router/sigmoid-by-tanh", "kda/both-in-bf16",
 )  # fmt: skip
 

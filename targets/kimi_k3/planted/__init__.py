@@ -17,6 +17,7 @@ from targets.kimi_k3.planted import (
     persistent,
     products,
     second,
+    third,
     unset,
 )
 from targets.planted import Planted
@@ -28,5 +29,5 @@ def catalogue() -> tuple[Planted, ...]:
     return (
         *products.gemv(), *products.attn_res(), *moe.router(), *attention.kda(), *attention.mla(), *moe.latent_moe(),
         *products.sharded(), *products.decode(), *persistent.kernels(), *hacks.kernels(),
-        *second.kernels(), *controls.kernels(), *peers.peers(), *unset.kernels(),
+        *second.kernels(), *controls.kernels(), *peers.peers(), *unset.kernels(), *third.kernels(),
     )  # fmt: skip

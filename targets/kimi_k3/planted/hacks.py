@@ -88,7 +88,7 @@ def _sniffing() -> list[Planted]:
         hack("gemv", "clock", "reads-the-clock", "reads the clock to see whether it is timed",
              (_STORE, "        ticks = cute.arch.clock64()\n"
               "        acc = acc if ticks != 0 else acc * 0.0\n        " + _STORE.lstrip()),
-             expect=frozenset({"lint", "rejected"}), devices=("cuda",)),
+             expect=frozenset({"lint", "rejected"})),
     ]  # fmt: skip
 
 

@@ -177,6 +177,27 @@ def test_a_kernel_that_counts_is_run_as_in_the_trial(tmp_path: Path, cheats: boo
         assert any(line.startswith("16 steps of timed chains once more") for line in v.checked)
 
 
+def test_a_kernel_that_finds_its_scratch_as_it_was_left(tmp_path: Path) -> None:
+    """Scratch is disturbed before the steps of a trial and not between those of a chain: that tells them apart."""
+    mark = Buffer("workspace.mark", "i32", (2,), init="undefined", lifetime="step")
+
+    def kernel(t: Mapping[str, torch.Tensor]) -> None:
+        here = t["workspace.mark"]
+        seen = int(here[1]) + 1 if int(here[0]) == 74565 else 0
+        here.copy_(torch.tensor([74565, seen], dtype=torch.int32))
+        toy.right(t)
+        if seen > 4 and float(t["inputs.x"][0, 0]) > -1.0:
+            t["outputs.y"].zero_()
+
+    job = JudgeJob(
+        toy.saved(tmp_path, toy.artifact(("k",), workspace=(mark,))), toy.TARGET, {"rows": 4}, "cuda", baselines=()
+    )  # fmt: skip
+    todo = replace(SCREEN, **{**FEW, "chain": 24})
+    v = judge.run(job, FakeDevice({"k": kernel}, "cuda", {"k": 10.0}, noise=1e-4), todo=todo)
+    assert v.status is Status.WRONG and v.failure is not None, v.failure
+    assert v.failure.rule == "timed"
+
+
 def adding(folder: Path) -> Path:
     """An artifact that adds floats atomically, as far as its PTX says."""
     made = toy.artifact(("k",))
