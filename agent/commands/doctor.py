@@ -45,7 +45,7 @@ def doctor(
 ) -> int:
     """Say what works here: versions, assembler, jail, devices, keys, settings files.
 
-    Of a GPU it measures, once, and keeps: streaming reads and copies, L2, the gaps between launches
+    Of a GPU it measures, once, and keeps: streaming reads (plain and bulk) and copies, L2, the gaps between launches
     and between graph nodes, a grid barrier, a flag. Floors use the streaming rate, and the
     specified rate beside it.
 
@@ -126,6 +126,7 @@ def roofline(facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"streaming reads {stream / 1e12:.2f} TB/s{share}")
     found = (facts.get("extra") or {}).get("roofline") or {}
     rates = {
+        "bulk_read_bytes_per_s": "the same by bulk copies into shared memory",
         "copy_bytes_per_s": "copies (read and written)",
         "l2_read_bytes_per_s": "reads that hit L2",
     }

@@ -8,7 +8,8 @@ from agent.cli import main
 from agent.commands.doctor import isolation, roofline
 
 FOUND = {
-    "copy_bytes_per_s": 4.2e12, "l2_read_bytes_per_s": 7.0e12, "l2_bytes": 60 << 20, "launch_gap_us": 2.5,
+    "bulk_read_bytes_per_s": 4.3e12, "copy_bytes_per_s": 4.2e12,
+    "l2_read_bytes_per_s": 7.0e12, "l2_bytes": 60 << 20, "launch_gap_us": 2.5,
     "graph_node_gap_us": 1.5, "graph_node_gap_pdl_us": 0.9, "grid_barrier_us": 1.0, "flag_us": 0.5,
     "date": "2026-11-29T00:00:00+00:00", "missing": {"copy": "out of memory"},
 }  # fmt: skip
@@ -17,7 +18,8 @@ FOUND = {
 def test_both_rates_and_every_gap_are_shown() -> None:
     facts = {"spec_rate": 4.8e12, "stream_rate": 4.4e12, "extra": {"roofline": FOUND}}
     text = "\n".join(roofline(facts))
-    for part in ("4.40 TB/s, 92% of the specified 4.80 TB/s", "4.20 TB/s", "7.00 TB/s", "60 MiB", "2.50 us",
+    for part in ("4.40 TB/s, 92% of the specified 4.80 TB/s", "bulk copies into shared memory 4.30 TB/s",
+                 "4.20 TB/s", "7.00 TB/s", "60 MiB", "2.50 us",
                  "1.50 us", "0.90 us", "grid barrier 1.00 us", "flag from SM to SM 0.50 us", "out of memory",
                  "measured 2026-11-29"):  # fmt: skip
         assert part in text, part

@@ -11,6 +11,9 @@ BARRIER_THREADS = 128
 L2_THREADS, L2_UNROLL = 512, 8
 LINE = 128
 PING_WORDS = 2 * LINE // 4
+BULK_THREADS, BULK_STAGES, BULK_BYTES = 32, 4, 8192
+BULK_BLOCKS_PER_SM = 6
+"""192 KB of copies on their way in each SM."""
 
 _HEAD = """\
 .version 8.8
@@ -120,6 +123,61 @@ $ROUND:
     ret;
 }}
 """
+# Thread 0 asks for stages of a ring, block by block side by side; the warp reads a line of each that came.
+_BULK = """\
+    .shared .align 128 .b8 ring[{ring}];
+    .shared .align 8 .b64 full[{stages}];
+    mov.u32 %r4, full;
+    mov.u32 %r5, ring;
+    mov.u32 %r12, {stage};
+    setp.ne.u32 %p1, %r3, 0;
+    mul.wide.u32 %rd3, %r2, {stage};
+    add.s64 %rd4, %rd1, %rd3;
+    @%p1 bra $READY;
+{inits}    fence.mbarrier_init.release.cluster;
+{first}$READY:
+    bar.sync 0;
+    mov.u32 %r6, 0;
+    mov.u32 %r9, 0;
+$ROUND:
+    and.b32 %r10, %r9, {mask};
+    shl.b32 %r11, %r10, 3;
+    add.u32 %r11, %r4, %r11;
+    shr.u32 %r13, %r9, {shift};
+    and.b32 %r13, %r13, 1;
+    mov.u32 %r14, 0;
+$POLL:
+    mbarrier.try_wait.parity.shared.b64 %p2, [%r11], %r13;
+    @%p2 bra $FULL;
+    add.u32 %r14, %r14, 1;
+    setp.lt.u32 %p3, %r14, {spins};
+    @%p3 bra $POLL;
+    bra $END;
+$FULL:
+    mad.lo.u32 %r15, %r10, {stage}, %r5;
+    mad.lo.u32 %r16, %r3, 4, %r15;
+    ld.shared.u32 %r17, [%r16];
+    xor.b32 %r6, %r6, %r17;
+    bar.sync 0;
+    add.u32 %r18, %r9, {stages};
+    setp.ge.u32 %p4, %r18, %r1;
+    or.pred %p4, %p4, %p1;
+    @%p4 bra $NEXT;
+    mbarrier.arrive.expect_tx.shared.b64 %rd5, [%r11], %r12;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r15], [%rd4], %r12, [%r11];
+    add.s64 %rd4, %rd4, {step};
+$NEXT:
+    add.u32 %r9, %r9, 1;
+    setp.lt.u32 %p5, %r9, %r1;
+    @%p5 bra $ROUND;
+$END:
+    mad.lo.s32 %r7, %r2, {threads}, %r3;
+    mul.wide.u32 %rd6, %r7, 4;
+    add.s64 %rd7, %rd2, %rd6;
+    st.global.u32 [%rd7], %r6;
+    ret;
+}}
+"""
 
 
 @dataclass(frozen=True)
@@ -177,6 +235,27 @@ def l2_read(blocks: int, size: int, rounds: int) -> Probe:
 
 def l2_bytes(p: Probe) -> int:
     return p.grid * L2_THREADS * 16 * L2_UNROLL * p.n
+
+
+def bulk_read(blocks: int, rounds: int) -> Probe:
+    """Bulk copies of a buffer into shared memory, once: `rounds` stages a block, BULK_STAGES at least."""
+    step = blocks * BULK_BYTES
+    inits = [f"    mbarrier.init.shared.b64 [%r4+{8 * s}], 1;\n" for s in range(BULK_STAGES)]
+    first = [
+        f"    mbarrier.arrive.expect_tx.shared.b64 %rd5, [%r4+{8 * s}], %r12;\n"
+        f"    add.u32 %r15, %r5, {s * BULK_BYTES};\n"
+        f"    add.u32 %r11, %r4, {8 * s};\n"
+        "    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r15], [%rd4], %r12, [%r11];\n"
+        f"    add.s64 %rd4, %rd4, {step};\n"
+        for s in range(BULK_STAGES)
+    ]
+    body = _BULK.format(
+        ring=BULK_STAGES * BULK_BYTES, stages=BULK_STAGES, stage=BULK_BYTES, mask=BULK_STAGES - 1,
+        shift=BULK_STAGES.bit_length() - 1, spins=SPINS, step=step, threads=BULK_THREADS, inits="".join(inits),
+        first="".join(first),
+    )  # fmt: skip
+    words = step * rounds // 4
+    return Probe("bulk_read", body, blocks, BULK_THREADS, rounds, words, blocks * BULK_THREADS)
 
 
 def artifact(p: Probe, arch: str) -> Artifact:

@@ -64,7 +64,8 @@ def measure(device: CudaDevice) -> dict[str, Any]:
     """All facts; `missing` names those that could not be had. Raises Faulted when the device breaks."""
     bench = Bench(device, Stopwatch(device))
     asked: Mapping[str, Callable[[Bench], Mapping[str, Any]]] = {
-        "stream": _stream, "copy": _copy, "l2": _l2, "launch": _launch, "barrier": _barrier, "flag": _flag,
+        "stream": _stream, "bulk": _bulk, "copy": _copy, "l2": _l2, "launch": _launch, "barrier": _barrier,
+        "flag": _flag,
     }  # fmt: skip
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
@@ -94,6 +95,16 @@ def remember(device: CudaDevice) -> Mapping[str, Any] | None:
 
 def _stream(b: Bench) -> Mapping[str, Any]:
     return {"stream_read_bytes_per_s": cuda_rate.measure(b.device)}
+
+
+def _bulk(b: Bench) -> Mapping[str, Any]:
+    """The same by bulk copies into shared memory, as persistent kernels read their weights."""
+    blocks = b.device.facts().sms * kernels.BULK_BLOCKS_PER_SM
+    p = kernels.bulk_read(blocks, cuda_rate.TOTAL_BYTES // (blocks * kernels.BULK_BYTES))
+    bound, kept = b.bound(p)
+    rate = 4 * p.words / (min(b.us(bound.launch)) * 1e-6)
+    del kept
+    return {"bulk_read_bytes_per_s": rate}
 
 
 def _copy(b: Bench) -> Mapping[str, Any]:

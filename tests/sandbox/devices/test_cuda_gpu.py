@@ -176,6 +176,7 @@ def test_the_roofline_is_plausible_and_kept(device: CudaDevice, tmp_path: Path) 
     found = roofline.remember(device)
     assert found is not None and "missing" not in found, found
     assert 0.05 < found["flag_us"] < 5 and 0.2 < found["grid_barrier_us"] < 10
+    assert 0.8 < found["bulk_read_bytes_per_s"] / found["stream_read_bytes_per_s"] < 1.1
     assert found["graph_node_gap_us"] < 20 and found["launch_gap_us"] < 50
     assert (
         found["l2_read_bytes_per_s"]

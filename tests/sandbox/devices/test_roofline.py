@@ -21,6 +21,7 @@ from tests.sandbox.devices.fake_driver import FakeDriver
 PROBES = {
     "empty": kernels.empty(3), "empty_pdl": kernels.empty(3, pdl=True), "barrier": kernels.barrier(132, 500),
     "ping": kernels.ping(500), "l2_read": kernels.l2_read(264, 1 << 24, 64),
+    "bulk_read": kernels.bulk_read(792, 662),
 }  # fmt: skip
 
 
@@ -61,6 +62,17 @@ def test_a_round_of_reads_covers_the_buffer() -> None:
     x = torch.from_numpy(np.random.default_rng(1).integers(0, 2**32, size // 4, dtype=np.uint32))
     y = run(p, x)
     assert np.bitwise_xor.reduce(y.numpy()) == np.bitwise_xor.reduce(x.numpy())
+
+
+@pytest.mark.parametrize("rounds", [kernels.BULK_STAGES, 11])
+def test_bulk_copies_bring_the_whole_buffer_in_order(rounds: int) -> None:
+    """Each lane has the exclusive or of its word of every stage of its block."""
+    p = kernels.bulk_read(3, rounds)
+    x = torch.from_numpy(np.random.default_rng(2).integers(0, 2**32, p.words, dtype=np.uint32))
+    y = run(p, x).numpy().reshape(3, 32)
+    stages = x.numpy().reshape(rounds, 3, -1)[:, :, :32]
+    assert (y == np.bitwise_xor.reduce(stages, 0)).all()
+    assert 4 * p.words == rounds * 3 * kernels.BULK_BYTES
 
 
 def test_facts_are_kept_for_the_card_beside_its_rate(tmp_path: Path) -> None:
