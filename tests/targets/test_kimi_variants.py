@@ -150,6 +150,58 @@ def test_an_e4m3_cache_row_is_the_rounded_bf16_row() -> None:
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)) and float(scale) != 1
 
 
+GRID = [(e4m3(b), b & 1) for b in range(256) if b & 0x7F != 0x7F]
+
+
+def nearest_e4m3(x: float) -> float:
+    """By search over all values of the format; ties go to the even mantissa."""
+    held = max(-448.0, min(448.0, x))
+    return min(GRID, key=lambda v: (abs(v[0] - held), v[1]))[0]
+
+
+def test_attention_over_an_e4m3_cache_by_the_word() -> None:
+    """One row and head: scores token by token, both scales where the definition has them, against the reference."""
+    w = workload("mla", rows=1, layers=1, context=24, extra={"kv": "fp8"})
+    t = tensors(w)
+    d = {k.rsplit(".", 1)[1]: v.double() for k, v in t.items() if k.startswith("weights.")}
+    k_scale, q_scale = float(d["k_scale"]), float(d["q_scale"])
+    heads, nope, lora = d["w_uk"].shape
+    q_lora, rope = d["q_a_norm"].shape[0], int(w.dims["qk_rope"])
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.bfloat16().double()
+
+    def narrow(x: Tensor, scale: float) -> list[float]:
+        return [nearest_e4m3(v / scale) for v in x.tolist()]
+
+    def norm(v: Tensor, weight: Tensor) -> Tensor:
+        return rounded(v / math.sqrt(float((v**2).mean()) + 1e-5) * weight)
+
+    a = rounded(d["a_proj"] @ t["inputs.x.0"][0].double())
+    q_c, c, pe, gate = a.split([q_lora, lora, rope, heads * d["w_uv"].shape[1]])
+    q = rounded(d["q_b"] @ norm(q_c, d["q_a_norm"])).reshape(heads, nope + rope)
+    length, page = int(t["inputs.lengths"][0]), int(w.dims["page"])
+    kv = t["states.layers.0.kv"].double()
+    at = [(int(t["inputs.block_table"][0, n // page]), n % page) for n in range(length - 1)]
+    cache = [kv[i, j].tolist() for i, j in at]
+    cache.append(narrow(torch.cat([norm(c, d["kv_a_norm"]), pe]), k_scale))
+    out = []
+    for h in range(heads):
+        latent = rounded(d["w_uk"][h].T @ q[h, :nope])
+        query = narrow(torch.cat([latent, q[h, nope:]]), q_scale)
+        score = [
+            q_scale * k_scale * sum(x * y for x, y in zip(query, row, strict=True)) for row in cache
+        ]
+        weight = [math.exp((s - max(score)) / math.sqrt(nope + rope)) for s in score]
+        lat = [k_scale * sum(p * row[i] for p, row in zip(weight, cache, strict=True)) / sum(weight)
+               for i in range(lora)]  # fmt: skip
+        out.append(rounded(d["w_uv"][h] @ rounded(torch.tensor(lat, dtype=torch.float64))))
+    y = rounded(torch.cat(out) / (1 + torch.exp(-gate)))
+    got = run(w, t).tensors
+    assert rel(got["outputs.y.0"][0], rounded(d["o_proj"] @ y)) < 1e-3
+    assert k_scale != 1 and q_scale != 1
+
+
 @pytest.mark.parametrize("context", [1 << 10, 1 << 13, 1 << 17, 1 << 20])
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_contexts_up_to_a_million(context: int, kv: str) -> None:
