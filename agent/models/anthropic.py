@@ -33,6 +33,7 @@ from agent.models.base import (
     TruncationError,
     Usage,
 )
+from agent.models.keys import hidden
 from agent.models.provider import Provider, named, retry_after
 from agent.models.wire import Event, Wire
 
@@ -160,7 +161,7 @@ def _usage(raw: Mapping[str, Any]) -> Usage:
 
 
 def _typed(error: anthropic.APIError) -> ModelError:
-    text = str(error.message)[:500]
+    text = str(hidden(str(error.message)))[:500]
     low = text.lower()
     if isinstance(error, anthropic.APIConnectionError):  # includes time-outs
         return OverloadError(f"no answer: {text}")

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from agent.models.keys import hidden
 from agent.models.wire import Event, Wire
 from agent.types import Direction, Proposal, Situation
 from sandbox.verdict import Verdict
@@ -146,7 +147,7 @@ class ModelError(Exception):
     """
 
     def __init__(self, message: str, partial: Completion | None = None) -> None:
-        super().__init__(message)
+        super().__init__(hidden(message))
         self.partial = partial
 
 

@@ -34,6 +34,7 @@ from agent.models.base import (
     TruncationError,
     Usage,
 )
+from agent.models.keys import hidden
 from agent.models.openai_events import Answer, read
 from agent.models.provider import Provider, named, retry_after
 from agent.models.wire import Event, Wire
@@ -207,7 +208,7 @@ def _failed(code: str, message: str) -> ModelError:
 
 
 def _typed(error: openai.APIError) -> ModelError:
-    text = str(getattr(error, "message", error))[:500]
+    text = str(hidden(str(getattr(error, "message", error))))[:500]
     code = str(getattr(error, "code", "") or "")
     if isinstance(error, openai.APIConnectionError):  # includes time-outs
         return OverloadError(f"no answer: {text}")

@@ -21,6 +21,7 @@ from agent.models.base import (
     Schema,
     Usage,
 )
+from agent.models.keys import hidden
 from agent.models.wire import Event, Loose, Wire
 
 
@@ -72,7 +73,7 @@ class Provider(ABC):
 
     def completion(self, text: str, usage: Usage, estimated: bool = False) -> Completion:
         cost = pricing.dollars(usage, self.name, self.provider)
-        return Completion(text, usage, cost, self.name, estimated=estimated)
+        return Completion(hidden(text), usage, cost, self.name, estimated=estimated)
 
     def paid(self, error: ModelError, prompt: Prompt, events: Sequence[Event]) -> ModelError:
         """The failure with what it cost."""

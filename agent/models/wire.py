@@ -4,7 +4,7 @@ arrived, written before anybody reads it.
 A process killed at any moment leaves the log behind: a whole answer in it is never asked for again,
 a response's id lets it be fetched, and what is left over is known to be lost. Lines go to the
 operating system at once, so a kill loses none; only the question, the id and the end are also
-flushed to the disk against a power cut. It interprets nothing.
+flushed to the disk against a power cut. It interprets nothing; keys are hidden.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from agent.models.keys import hidden
 
 Event = Mapping[str, Any]
 
@@ -83,6 +85,7 @@ class WireLog:
         return log
 
     def event(self, event: Event, flush: bool = False) -> None:
+        event = hidden(event)
         self._append("event", event, flush)
         self.events.append(event)
 

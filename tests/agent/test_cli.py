@@ -26,6 +26,7 @@ from agent.models.external import offer
 from agent.runner import Services, Session
 from agent.services import Wanted
 from agent.workspace import Workspace
+from tests.agent.models.provider_server import Answer, serve
 
 TARGET = f"{Path(__file__).with_name('fake_target.py')}:Fake"
 PLANTED = "sk-planted-key-5f0c"
@@ -358,6 +359,33 @@ def test_a_key_in_the_environment_reaches_no_file(
     for path in tmp_path.rglob("*"):
         if path.is_file():
             assert PLANTED.encode() not in path.read_bytes(), path
+
+
+def test_a_key_that_a_provider_repeats_reaches_no_file(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole run with a model whose server gives the key back: in answers, of two pieces each, and in an error."""
+    monkeypatch.setenv("OPENAI_API_KEY", PLANTED)
+    count = 0
+
+    def answer(asked: dict[str, Any]) -> Answer:
+        nonlocal count
+        count += 1
+        if count == 4:
+            message = f"Incorrect API key provided: {PLANTED}. " + "x" * 440 + PLANTED
+            return Answer(status=401, error={"error": {"message": message, "type": "auth"}})
+        return Answer(f"# {PLANTED}\n{fakes.kernel(70, extra='# ' + PLANTED)}")
+
+    with serve(by=answer) as s:
+        done = optimize(
+            call, "--proposer", "openai", "--model", "gpt-5.5", "--base-url", f"{s.url}/v1", "--rounds", "2"
+        )  # fmt: skip
+        assert any(h.get("authorization") == f"Bearer {PLANTED}" for h in s.headers)
+    assert count >= 4 and "[key]" in done.output and PLANTED[:12] not in done.output
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert any(b"[key]" in p.read_bytes() for p in files), "the answers were written down"
+    for path in files:
+        assert PLANTED.encode() not in path.read_bytes(), path
 
 
 def test_two_processes_do_not_work_on_one_run(call: Call, tmp_path: Path) -> None:
