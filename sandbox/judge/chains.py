@@ -5,7 +5,9 @@ knew them could spare itself the others. It reads and launches between timed int
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -87,7 +89,7 @@ class ChainCheck:
         memory. Raises Ended."""
         atomic = self._atomic(arm.artifact)
         again = self._drawn(arm, "again", watch.again)
-        moments = self._walk(arm, self._drawn(arm, "watched", watch.oracle), again)
+        self._walk(arm, self._drawn(arm, "watched", watch.oracle), again)
         if not atomic and self.lanes.digest() != self._left.get(arm.name):
             self._end(
                 Status.WRONG,
@@ -98,32 +100,36 @@ class ChainCheck:
             self._not_far(arm, self._loose.untimed(arm.name))
         odd = self._loose.odd.get(arm.name, {})
         if odd:  # once more, for the states before these steps
-            for lane, (before, after) in self._walk(arm, set(odd), set()).items():
-                moments[lane] = (before, {**after, **odd[lane]})
+            self._walk(arm, set(odd), set(), odd)
         self._check_inputs()
-        for lane, around in moments.items():
-            self._judge(arm, lane, around)
         self._note_floor()
 
     def _walk(
-        self, arm: PlanArm, watched: set[int], again: set[int]
-    ) -> dict[int, tuple[Tensors, Tensors]]:
-        """All steps of a round from its start, untimed. What the watched and the odd ones found and left."""
+        self,
+        arm: PlanArm,
+        watched: set[int],
+        again: set[int],
+        odd: Mapping[int, Tensors] = MappingProxyType({}),
+    ) -> None:
+        """All steps of a round from its start, untimed. What the watched ones and the odd found and left goes to the
+        oracle at once: copies of several would not fit beside each other where states are large. `odd`: what timed
+        chains left of a step instead. Raises Ended."""
         self.lanes.restore()
         arm.dirty(self.case.seeds.of("untimed", self._round, arm.name))
-        moments: dict[int, tuple[Tensors, Tensors]] = {}
         for lane in range(self.lanes.steps):
             before = self._around(lane) if lane in watched else {}
+            strayed = None
             if lane in again:
-                odd = self._again(arm, lane)
-                moments |= {} if odd is None else {lane: odd}
+                strayed = self._again(arm, lane)
             else:
                 arm.step(lane)
             if lane in watched:
                 self.case.device.synchronize()
-                moments[lane] = (before, self._around(lane))
+                strayed = (before, {**self._around(lane), **odd.get(lane, {})})
+            if strayed is not None:
+                self._check_inputs()
+                self._judge(arm, lane, strayed)
         self.case.device.synchronize()
-        return moments
 
     def _again(self, arm: PlanArm, lane: int) -> tuple[Tensors, Tensors] | None:
         """The step, and the same as in the trial. Raises Ended where they leave different bits. With float atomics:

@@ -14,6 +14,8 @@ Masks = tuple[torch.Tensor, ...]
 """Over each of an arena's `raws`."""
 MIXED = 0.2
 """Least share of each sign that makes a tensor's signs free."""
+PIECE = 1 << 28
+"""Elements at a time: caches of ten gigabytes have no room for a second of them."""
 
 
 def free_signs(arena: Arena, prefixes: int) -> Masks | None:
@@ -37,14 +39,18 @@ def free_signs(arena: Arena, prefixes: int) -> Masks | None:
 def _mixed(t: torch.Tensor) -> bool:
     if not t.dtype.is_floating_point or not t.numel():
         return False
-    negative = float((t.float() < 0).float().mean())
-    positive = float((t.float() > 0).float().mean())
-    return min(negative, positive) >= MIXED
+    negative = positive = 0
+    for part in torch.split(t.reshape(-1), PIECE):
+        values = part.float()
+        negative += int((values < 0).sum())
+        positive += int((values > 0).sum())
+    return min(negative, positive) >= MIXED * t.numel()
 
 
 def flip(arena: Arena, masks: Masks, seed: int) -> None:
     """Flip a random half of the free signs. Guard zones are outside the masks."""
     for raw, mask in zip(arena.raws, masks, strict=True):
         generator = torch.Generator(device=mask.device).manual_seed(seed & (2**62 - 1))
-        noise = torch.empty_like(mask).random_(0, 256, generator=generator)
-        raw.bitwise_xor_(noise.bitwise_and_(mask))
+        for part, free in zip(torch.split(raw, PIECE), torch.split(mask, PIECE), strict=True):
+            noise = torch.empty_like(free).random_(0, 256, generator=generator)
+            part.bitwise_xor_(noise.bitwise_and_(free))

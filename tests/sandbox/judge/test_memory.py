@@ -104,7 +104,11 @@ def test_seeds_are_secret_distinct_and_repeatable() -> None:
     assert sorted({draw(4) for _ in range(64)}) == [0, 1, 2, 3]
 
 
-def test_new_signs_change_values_and_nothing_else() -> None:
+@pytest.mark.parametrize("piece", [vary.PIECE, 100])
+def test_new_signs_change_values_and_nothing_else(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vary, "PIECE", piece)
     wave = Buffer("inputs.x", "bf16", (4, 64))
     rate = Buffer("inputs.rate", "f32", (64,))
     page = Buffer("inputs.page", "i32", (8,))
