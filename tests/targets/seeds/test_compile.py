@@ -32,3 +32,25 @@ def test_full_size_seeds_compile(compiler: CompileClient, part: str, arch: str) 
 def test_sixteen_ranks_compile(compiler: CompileClient, part: str) -> None:
     outcome = compile_seed(compiler, Case(part, 1, "tp16"))
     assert outcome.failure is None and outcome.artifact, outcome.failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("decode", 32, "tp16", layers=13, extra={"first": 0}),
+        Case(
+            "decode", 16, "tp8", layers=5,
+            extra={"first": 88, "q": 8, "kv": "fp8", "experts": "nvfp4", "taps": "dspark"},
+        ),
+    ],
+    ids=["the first layers and a block's border", "the last layers, as a verification"],
+)  # fmt: skip
+def test_both_ends_of_the_model_compile_at_real_sizes(compiler: CompileClient, case: Case) -> None:
+    w = case.workload()
+    assert (w.dims["attn"], w.dims["ffn"]) in (
+        ("KKKM" * 3 + "K", "D" + "E" * 12), ("KKKMM", "EEEEE")
+    )  # fmt: skip
+    outcome = compile_seed(compiler, case)
+    assert outcome.failure is None and outcome.artifact, outcome.failure
+    assert ".local" not in artifact_store.load(outcome.artifact).step.ptx
