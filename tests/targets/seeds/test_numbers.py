@@ -42,7 +42,8 @@ def test_layers_and_the_whole_step(compiler: CompileClient, part: str, rows: int
         Case("latent-moe", 2, "tiny-tp2", extra={"router": "sharded"}),
         Case("latent-moe", 1, "tiny-tp2", extra={"latent_down": "replicated"}),
         Case("gemv", 16),
-        Case("decode", 32, layers=2, extra={"first": 4}),
+        Case("decode", 32, layers=2),
+        Case("mla", 32, layers=1),
     ],
     ids=lambda c: f"{c.part}-{c.preset}-{c.rows}-{dict(c.extra)}",
 )
