@@ -29,18 +29,17 @@ def probe(trial: Trial) -> None:
     """Raises Ended or Faulted."""
     case = trial.rig.case
     choose = case.seeds.chooser("one row")
+    plain = trial.states(case.seeds.of("one row"))  # drawn once: they may be large
     states = _drawn(case.buffers("states"), (*WIDE, "e4m3"), STATES, choose)
     for i, b in enumerate(states):
-        made = trial.states(case.seeds.of("one row", i))
-        made[b.name] = _changed(made[b.name], choose)
+        made = {**plain, b.name: _changed(plain[b.name], choose)}
         _judge(trial, made, i, f"one row of {b.name} changed")
     # ranks must keep in common what they have in common
     matrices = [b for b in case.buffers("weights") if len(b.shape) > 1] if case.ranks == 1 else []
     weights = _drawn(matrices, WIDE, WEIGHTS, choose)
     for i, b in enumerate(weights):
         kept = exchange(trial.rig, {b.name: _changed(trial.rig.arena[b.name], choose)})
-        made = trial.states(case.seeds.of("one row of a weight", i))
-        _judge(trial, made, i, f"one row of {b.name} changed")
+        _judge(trial, plain, i, f"one row of {b.name} changed")
         exchange(trial.rig, kept)
     if states or weights:
         trial.checked.append(
