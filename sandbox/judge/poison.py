@@ -1,4 +1,5 @@
-"""What outputs and undefined scratch hold before a launch: random finite values, NaN, or what an earlier step left.
+"""What outputs and undefined scratch hold before a launch: random finite values, random bits, NaN, or what an earlier
+step left.
 
 No single poison is told apart by a kernel that works only when it sees it, because the kinds alternate.
 """
@@ -10,8 +11,8 @@ from typing import Literal
 
 import torch
 
-Poison = Literal["random", "nan", "stale"]
-CYCLE: tuple[Poison, ...] = ("random", "nan", "stale")
+Poison = Literal["random", "nan", "stale", "bits"]
+CYCLE: tuple[Poison, ...] = ("random", "nan", "stale", "bits")
 
 
 def fill(tensors: Iterable[torch.Tensor], kind: Poison, seed: int) -> None:
@@ -20,7 +21,7 @@ def fill(tensors: Iterable[torch.Tensor], kind: Poison, seed: int) -> None:
     for i, t in enumerate(tensors):
         if t.dtype.is_floating_point and kind == "nan":
             t.fill_(float("nan"))
-        elif t.dtype.is_floating_point:
+        elif t.dtype.is_floating_point and kind == "random":
             _random_floats(t, seed + i)
         else:
             _random_bits(t, seed + i)

@@ -156,7 +156,7 @@ class Trial:
             )
             said.append(f"{self.repeats} repeats of one step from the same states agree {kind}")
         said.append(
-            "outputs and scratch poisoned with random values, NaN or stale results before each launch"
+            "outputs and scratch poisoned with random values, random bits, NaN or stale results before each launch"
         )
         said.append(
             "guard zones around every buffer intact; inputs, weights and constants unmodified"
