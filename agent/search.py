@@ -168,7 +168,7 @@ def ratios(w: WorkloadTiming) -> list[tuple[str, Ratio]]:
     """What was timed beside it, by name: "baseline" is the fastest one and nothing else."""
     pairs = (
         ("the incumbent", w.speedup_incumbent), ("the torch graph", w.speedup_graph),
-        (f"the fastest baseline, {w.best_baseline}", w.speedup_best),
+        (f"the fastest baseline timed with it, {w.best_baseline}", w.speedup_best),
     )  # fmt: skip
     return [(what, ratio) for what, ratio in pairs if ratio is not None]
 
