@@ -6,6 +6,8 @@ without one, so an attack that shows nothing cannot pass as stopped.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,29 @@ class Attack:
     slow: bool = False
     expect: tuple[str, ...] = ()
     ran: str = "RAN "
+    quiet: str = ""
+    """What stops it without a refusal that it could report."""
+
+
+# Which layer refused a system call shows in how it was refused.
+REFUSED_BY = {
+    "system call filter": {1, 38, 97}, "Landlock or another user": {13}, "namespaces": {2, 3, 22, 30, 101},
+    "limits": {11, 12, 24, 27, 28, 122},
+}  # fmt: skip
+ENDED_BY = {
+    "malformed": "reader", "oversized": "reader", "closed": "reader", "timeout": "deadline", "disk": "watchdog",
+    "memory": "watchdog", "output": "watchdog", "processes": "watchdog",
+}  # fmt: skip
+
+
+def layers(attack: Attack, outcome: Outcome) -> tuple[str, ...]:
+    """What stopped it, by how its calls were refused and how its run ended; for a box alone."""
+    found = {attack.quiet, ENDED_BY.get(outcome["reason"], "")}
+    for line in lines(outcome, "NO "):
+        numbers = {int(n) for n in re.findall(r"\[Errno (\d+)\]", line)}
+        found |= {name for name, refusals in REFUSED_BY.items() if numbers & refusals}
+        found |= {"limits"} if "MemoryError" in line or "start new thread" in line else set()
+    return tuple(sorted(found - {""}))
 
 
 def text(outcome: Outcome) -> str:
@@ -50,6 +75,20 @@ def got(outcome: Outcome) -> str:
 
 def got_but(*harmless: str) -> Through:
     return lambda o: "; ".join(x for x in lines(o, "GOT ") if x[4:] not in harmless)
+
+
+def nodes(outcome: Outcome) -> str:
+    """Without namespaces and Landlock a box opens what everybody may open; that alone gives no power over a device."""
+    bare_tier = outcome.get("isolation", {}).get("tier") in SHARED
+    free = [p for p in ("/dev/fuse", "/dev/net/tun", "/dev/kvm") if bare_tier and everybodys(p)]
+    return got_but(*free)(outcome)
+
+
+def everybodys(path: str) -> bool:
+    try:
+        return bool(os.stat(path).st_mode & 0o002)
+    except OSError:
+        return False
 
 
 def says(what: str) -> Through:
@@ -181,9 +220,9 @@ _MALFORMED, _OVERSIZED = ("malformed",), ("oversized",)
 
 ATTACKS = (
     # secrets
-    Attack("environment_keys", says("key")),
-    Attack("home_file", says("text"), open_in=SAME_USER),
-    Attack("inherited_descriptors", says("text")),
+    Attack("environment_keys", says("key"), quiet="an empty environment"),
+    Attack("home_file", says("text"), open_in=SAME_USER, quiet="namespaces, Landlock or another user"),
+    Attack("inherited_descriptors", says("text"), quiet="closed descriptors"),
     Attack("other_memory", found_token, open_in=SAME_USER),
     Attack("file_handles", got, control="root", slow=True),
     Attack("keyrings", got, runs=2, slow=True),
@@ -197,22 +236,22 @@ ATTACKS = (
     Attack("double_fork", left_process),
     Attack("pipe_holder", hung_reader),
     Attack("kill_by_number", victim_died),
-    Attack("kill_by_mark", victim_died, slow=True),
+    Attack("kill_by_mark", victim_died, slow=True, quiet="no process to be seen"),
     Attack("kill_by_input", victim_died),
     Attack("trace_attach", traced),
     Attack("other_code", got, open_in=SAME_USER),
     Attack("other_limits", victim_changed, slow=True),
     Attack("links_outside", touched_file, open_in=SAME_USER),
-    Attack("deep_folders", lambda o: o["left"]),
+    Attack("deep_folders", lambda o: o["left"], quiet="clean-up by descriptors"),
     Attack("own_code", got_but("own code"), control="root", slow=True),
     Attack("new_namespaces", got),
     Attack("mounts", got, control="root"),
-    Attack("devices", got, control="root"),
+    Attack("devices", nodes, control="root"),
     Attack("become_root", got),
-    Attack("foreign_calls", got, control="x86_64"),
+    Attack("foreign_calls", got, control="x86_64", quiet="system call filter"),
     Attack("shed_filters", got, control="nobody", why_no_control=_OWN, slow=True),
     Attack("real_time", got, control="root", slow=True),
-    Attack("poison_next", poisoned, runs=2, open_in=SHARED, slow=True),
+    Attack("poison_next", poisoned, runs=2, open_in=SHARED, slow=True, quiet="single use"),
     Attack("shared_memory_left", left_objects, open_in=SHARED),
     # floods
     Attack("process_flood", flooded),
@@ -225,8 +264,8 @@ ATTACKS = (
     Attack("big_file", got, slow=True),
     Attack("file_flood", got, slow=True),
     Attack("descriptor_flood", got, control="nobody", why_no_control="the machine's own limit varies", slow=True),
-    Attack("output_flood", grew(24), ran="AAAA", slow=True),
-    Attack("endless_output", overran(5), deadline_s=3.0, ran="BBBB", slow=True),
+    Attack("output_flood", grew(24), ran="AAAA", slow=True, quiet="reader"),
+    Attack("endless_output", overran(5), deadline_s=3.0, ran="BBBB", slow=True, quiet="reader"),
     Attack("endless_loop", overran(4), deadline_s=2.0, expect=_TIME, slow=True),
     Attack("ignore_signals", overran(4), deadline_s=2.0, expect=_TIME, slow=True),
     Attack("sleep_on", overran(4), deadline_s=2.0, expect=_TIME, slow=True),
@@ -234,7 +273,8 @@ ATTACKS = (
     Attack("fake_pass", believed, expect=("closed",)),
     Attack("early_exit", misread, expect=("closed",), slow=True),
     Attack("forged_records", forged, open_in=SAME_USER),
-    Attack("patched_worker", lied, control="nobody", why_no_control="there is no worker to patch", slow=True),
+    Attack("patched_worker", lied, control="nobody", why_no_control="there is no worker to patch", slow=True,
+           quiet="judged elsewhere"),
     Attack("raw_pickle", misread, expect=_MALFORMED + _OVERSIZED),
     Attack("raw_header_size", misread, expect=_OVERSIZED),
     Attack("raw_block_size", misread, expect=_OVERSIZED),
@@ -247,5 +287,5 @@ ATTACKS = (
     Attack("raw_number", misread, expect=_MALFORMED, slow=True),
     Attack("raw_bytes", misread, expect=_MALFORMED, slow=True),
     Attack("raw_drip", overran(4), deadline_s=2.0, expect=_TIME, slow=True),
-    Attack("raw_stream", overran(4)),
+    Attack("raw_stream", overran(4), quiet="reader"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sandbox.box import syscalls
-from tests.attacks.attack_catalog import ATTACKS, Attack
+from tests.attacks.attack_catalog import ATTACKS, Attack, layers
 
 ME = "root" if os.getuid() == 0 else "user"
 ROOT_WAYS = ("strict A", "strict B", "landlock", "seccomp")
@@ -65,6 +65,7 @@ def judge(attack: Attack, tier: str, outcome: dict[str, Any]) -> None:
         assert attack.through(outcome) == "", (
             f"{attack.name} got through: {outcome['output'][-2000:]}"
         )
+        assert layers(attack, outcome), f"nothing says what stopped {attack.name}: {outcome}"
     if attack.expect:
         assert outcome["reason"] in attack.expect, outcome["detail"]
     assert outcome["left"] == ""
