@@ -25,9 +25,9 @@ from targets.planted import EditFailed, Planted
 
 BASE_S = 20.0
 """Deadline of a screen on a GPU: tiny kernels, and some of them hang on purpose."""
-PASSED_BASE_S = 3 * BASE_S
-"""What the deadlines of higher tiers are multiples of there: what passed a screen is not expected to hang, and judges
-that share the GPU make it wait."""
+PATIENT_BASE_S = 3 * BASE_S
+"""What deadlines are multiples of there for what is not expected to hang (it passed a screen, or is right, or wrong by a
+rounding): judges that share the GPU make it wait."""
 UNUSABLE = {Status.INFRA, Status.CANCELLED, Status.UNSUPPORTED}
 BUG_TIERS = (Tier.SCREEN, Tier.FULL, Tier.PROMOTE)
 GOOD_TIERS = (Tier.SCREEN, Tier.PROMOTE)
@@ -189,7 +189,8 @@ class _Trial:
         """Without baselines: they cost most of the time at the higher tiers, and no verdict here rests on them."""
         assert outcome.artifact is not None
         w = find(self.p.target).workload(self.p.options)
-        on_gpu = BASE_S if tier is Tier.SCREEN else PASSED_BASE_S
+        patient = tier is not Tier.SCREEN or self.p.kind == "good" or self.p.band
+        on_gpu = PATIENT_BASE_S if patient else BASE_S
         asked = None if self.bench.kind == "cpu" else on_gpu
         job = JudgeJob(
             artifact=outcome.artifact, target=self.p.target, options=options_json(w.options), device=self.bench.device,
