@@ -26,8 +26,8 @@ from targets.planted import EditFailed, Planted
 BASE_S = 20.0
 """Deadline of a screen on a GPU: tiny kernels, and some of them hang on purpose."""
 PATIENT_BASE_S = 3 * BASE_S
-"""What deadlines are multiples of there for what is not expected to hang (it passed a screen, or is right, or wrong by a
-rounding): judges that share the GPU make it wait."""
+"""What deadlines are multiples of there for what is not expected to hang, since it passed a screen, is right, or wrong
+by a rounding: judges that share the GPU make it wait."""
 UNUSABLE = {Status.INFRA, Status.CANCELLED, Status.UNSUPPORTED}
 BUG_TIERS = (Tier.SCREEN, Tier.FULL, Tier.PROMOTE)
 GOOD_TIERS = (Tier.SCREEN, Tier.PROMOTE)
