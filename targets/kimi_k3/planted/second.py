@@ -55,7 +55,8 @@ def _quiet() -> list[Planted]:
         hack("gemv", "roaming", "looks-ahead", "reads what lies before its result, to no effect",
              (_STORE, "        z = reach(mY, -64 - m)\n        if not (z * z >= 0.0 or z != z):\n            acc = acc * 0.0\n"
               "        " + _STORE.lstrip()),
-             ("@cute.jit\ndef finish(", _REACH + "@cute.jit\ndef finish("), expect=FORBIDDEN),
+             ("@cute.jit\ndef finish(", _REACH + "@cute.jit\ndef finish("), expect=FORBIDDEN,
+             devices=("cpu",)),  # it changes nothing: on a GPU only compute-sanitizer can see it
         hack("latent-moe", "rare-work", "repeated-expert-skipped", "an expert that the row before chose at any rank counts half",
              ("            total += mWeights[m, slot].to(Float32) * sF[tid, slot]\n",
               "            weight = mWeights[m, slot].to(Float32)\n            if m > 0:\n"
