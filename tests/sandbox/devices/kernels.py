@@ -53,20 +53,6 @@ CHAINED = """
     ret;
 }}
 """
-# Each thread reads a word of shared memory that nothing has written in this launch, then leaves LEFT there.
-LEFT = 74565
-LEAVES = """
-    mov.u32 %r6, dynamic;
-    shl.b32 %r7, %r4, 2;
-    add.u32 %r6, %r6, %r7;
-    add.u32 %r6, %r6, 65536;
-    ld.shared.u32 %r8, [%r6];
-    @%p1 st.global.u32 [%rd5], %r8;
-    mov.u32 %r9, 74565;  // LEFT
-    st.shared.u32 [%r6], %r9;
-    ret;
-}}
-"""
 # Each block reads a word of its neighbour in the cluster: y[i] = rank of the other block.
 CLUSTER = """
     mov.u32 %r6, %cluster_ctarank;

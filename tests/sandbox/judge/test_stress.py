@@ -10,15 +10,11 @@ import pytest
 import torch
 
 from sandbox.artifact import Buffer
-from sandbox.devices.base import Faulted
 from sandbox.devices.fake import FakeDevice
 from sandbox.jobs import JudgeJob
-from sandbox.judge import judge, scrub, stress
+from sandbox.judge import judge, stress
 from sandbox.judge.tiers import FULL
 from sandbox.verdict import Status, Tier, Verdict
-from tests.sandbox.devices import kernels
-from tests.sandbox.devices.cpu.harness import Shape
-from tests.sandbox.devices.cpu.harness import run as run_ptx
 from tests.sandbox.judge import toy
 
 torch.set_num_threads(1)
@@ -136,35 +132,3 @@ def test_held_sms_are_held_and_come_back() -> None:
     assert not side.query()  # half of the SMs are still taken, and the kernel has run on the others
     side.synchronize()
     assert float(y.min()) == 1.0
-
-
-def test_scrubbing_writes_to_the_end_of_shared_memory_and_not_beyond() -> None:
-    text, room = scrub.PTX.format(arch="sm_90a"), 4 * 1024 * 3 + 8
-    shape = Shape(block=(scrub.THREADS, 1, 1), smem=room)
-    run_ptx(text, [room, 7], shape, kernel="kernelgen_scrub")
-    with pytest.raises(Faulted):
-        run_ptx(text, [room + 4, 7], shape, kernel="kernelgen_scrub")
-
-
-@pytest.mark.gpu
-def test_a_word_left_in_shared_memory_is_gone_after_scrubbing() -> None:
-    from sandbox.devices.cuda import CudaDevice
-
-    device = CudaDevice.open(0)
-    sms, room = device.facts().sms, device.facts().smem_optin_bytes
-    launch = replace(kernels.launch(sms * 32), grid=(sms, 1, 1), block=(32, 1, 1), smem=room)
-    program = device.load(kernels.artifact(kernels.LEAVES, sms * 32, (launch,)))
-    x, y = (torch.zeros(sms * 32, device="cuda") for _ in range(2))
-    bound = program.bind("step", {"inputs.x": x, "outputs.y": y})
-
-    def found() -> int:
-        bound.launch()
-        device.synchronize()
-        return int((y.view(torch.int32) == kernels.LEFT).sum())
-
-    found()
-    if not found():
-        pytest.skip("this GPU leaves nothing in shared memory")
-    scrub.Scrubber(device).scrub(7)
-    assert found() == 0
-    assert found() > 0
