@@ -6,7 +6,7 @@ a failure, and one that is no valid index never reaches the reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,10 @@ from sandbox.judge.case import Case
 from sandbox.judge.locate import Where
 from sandbox.verdict import Failure
 from targets.reference import Expected, Tensors, Tie
+
+FEW = 2
+"""Rows of choices that get a second look; a wrong kernel has more of them."""
+Oracle = Callable[..., Expected]
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,25 @@ class Settled:
 
 
 def settle(case: Case, given: Tensors, after: Tensors, where: Where) -> Settled | Failure:
-    reference, w = case.reference, case.workload
-    own = reference.run(w, given, "oracle")
+    """What decides, or what no tie explains. A choice or two that few schedules do not explain are looked at again with
+    all that the reference has: a rounding that falls the other way is rare, and may be in none of a few."""
+    run = case.reference.run
+    found = _settle(
+        case, given, after, where, lambda *forced: run(case.workload, given, "oracle", *forced)
+    )
+    closely = getattr(case.reference, "closely", None)
+    if isinstance(found, Failure) and closely and int(found.where.get("rows", 0)) <= FEW:
+        again = _settle(
+            case, given, after, where, lambda *forced: closely(case.workload, given, *forced)
+        )
+        return found if isinstance(again, Failure) else again
+    return found
+
+
+def _settle(
+    case: Case, given: Tensors, after: Tensors, where: Where, oracle: Oracle
+) -> Settled | Failure:
+    own = oracle()
     ties = {t.buffer: t for t in own.ties}
     choices = {name: own.tensors[name] for name in ties}
     differing = [n for n in ties if not torch.equal(after[n].to(choices[n].dtype), choices[n])]
@@ -40,7 +61,7 @@ def settle(case: Case, given: Tensors, after: Tensors, where: Where) -> Settled 
         if bad is not None:
             return _wrong(name, after[name], choices[name], (bad, where))
     taken = {name: after[name].clone() for name in ties}
-    forced = reference.run(w, given, "oracle", taken)
+    forced = oracle(taken)
     rows = 0
     for tie in forced.ties:
         theirs, ours = taken[tie.buffer], forced.tensors[tie.buffer]
@@ -116,4 +137,5 @@ def _wrong(
     ):  # an invalid set equal to the oracle's cannot be; keep the message honest if it is
         shown = ours
     sentence, facts = locate.unequal(name, theirs, shown, where)
-    return Failure("integers", f"{sentence}; no tie explains it", facts)
+    count = {"rows": int(rows.sum())}
+    return Failure("integers", f"{sentence}; no tie explains it", {**facts, **count})

@@ -13,7 +13,7 @@ from torch import Tensor
 from sandbox.artifact import on_rank
 from targets.base import Workload
 from targets.kimi_k3 import checkpoint, disturb, generate, held_out, ranks, smaller
-from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, Schedule
+from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, SPARE, Schedule
 from targets.kimi_k3.maths.step import Step, walk
 from targets.kimi_k3.options import Run, resolve, split
 from targets.kimi_k3.routing import Chooser, tie
@@ -35,6 +35,7 @@ class KimiReference:
     """
 
     schedules = tuple(name for name in SCHEDULES if name != ORACLE.name)
+    spare = tuple(SPARE)
     axes: Mapping[str, tuple[str, ...]] = {
         "S": ("slot", "head", "value", "key"), "conv": ("slot", "tap", "channel"), "kv": ("page", "row", "channel"),
         "ids": ("MoE layer", "token", "rank"), "weights": ("layer", "token", "rank"),
@@ -86,20 +87,36 @@ class KimiReference:
         schedule: str,
         forced: Mapping[str, Tensor] | None = None,
     ) -> Expected:
+        return self._run(w, tensors, (_named(schedule), SHADOWS), forced)
+
+    def closely(
+        self, w: Workload, tensors: Tensors, forced: Mapping[str, Tensor] | None = None
+    ) -> Expected:
+        """The oracle, its ties proved with every schedule there is."""
+        return self._run(w, tensors, (ORACLE, (*self.schedules, *self.spare)), forced)
+
+    def _run(
+        self,
+        w: Workload,
+        tensors: Tensors,
+        how: tuple[Schedule, tuple[str, ...]],
+        forced: Mapping[str, Tensor] | None,
+    ) -> Expected:
+        schedule, others = how
         part = split(w.target)[1]
         run = resolve(w.target, w.options)
         wanted = (forced or {}).get(IDS)
         chooser = Chooser(run.shape.sizes.topk, wanted)
-        step = _steps(part, run, tensors, (SCHEDULES[schedule], chooser))
+        step = _steps(part, run, tensors, (schedule, chooser))
         out = step.out
         ties: tuple[Tie, ...] = ()
         if chooser.ids:
             out[IDS] = torch.stack(chooser.own)
             for rank in range(1, run.shape.gpus):  # the others route as rank 0 does
                 out[on_rank(IDS, rank)] = torch.stack(chooser.ids)
-            if schedule == ORACLE.name:
+            if schedule is ORACLE:
                 used = torch.stack(chooser.ids)
-                shadows = [_shadow(part, run, tensors, (name, used)) for name in SHADOWS]
+                shadows = [_shadow(part, run, tensors, (name, used)) for name in others]
                 ties = (tie(IDS, chooser, shadows),)
         dtypes = {b.name: DTYPES[b.dtype] for b in w.buffers}
         return Expected({k: v.to(dtypes[k]) for k, v in out.items()}, ties, step.masks)
@@ -127,5 +144,9 @@ def walked(run: Run, tensors: Tensors, how: tuple[Schedule, Chooser]) -> Step:
 def _shadow(part: str, run: Run, tensors: Tensors, how: tuple[str, Tensor]) -> Chooser:
     name, ids = how
     chooser = Chooser(run.shape.sizes.topk, ids)
-    _steps(part, run, tensors, (SCHEDULES[name], chooser))
+    _steps(part, run, tensors, (_named(name), chooser))
     return chooser
+
+
+def _named(schedule: str) -> Schedule:
+    return SPARE[schedule] if schedule in SPARE else SCHEDULES[schedule]

@@ -52,15 +52,16 @@ def valid(ids: Tensor, experts: int) -> Tensor:
 
 
 def noise(oracle: Chooser, shadows: list[Chooser]) -> list[Tensor]:
-    """Bound of the error of z per layer, [M, E]: logit noise of the row times the slope of the sigmoid."""
+    """Bound of the error of z per layer, [M, E]: how far the logit noise of the row moves the sigmoid."""
     out = []
     for n, logits in enumerate(oracle.logits):
         seen = [
             (x.logits[n].to(logits.dtype) - logits).abs().amax(-1, keepdim=True) for x in shadows
         ]
         error = NOISE_FACTOR * torch.stack(seen).amax(0) + FLOAT32_NOISE * (1 + logits.abs())
-        s, _ = scores(logits, torch.zeros_like(logits[0]))
-        out.append(error * s * (1 - s) + FLOAT32_NOISE)
+        zero = torch.zeros_like(logits[0])
+        s, low, high = (scores(logits + x, zero)[0] for x in (0.0, -error, error))
+        out.append(torch.maximum(high - s, s - low) + FLOAT32_NOISE)
     return out
 
 

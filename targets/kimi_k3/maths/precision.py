@@ -58,6 +58,19 @@ SCHEDULES = {
 }
 
 
+SPARE = {
+    s.name: s
+    for s in (
+        *(Schedule(f"{n} parts", chunks=n) for n in (2, 3, 5, 6, 7, 12, 24, 32)),
+        *(Schedule(f"{n} parts, gates", chunks=n, half_gate=True) for n in (9, 20)),
+        Schedule("10 parts, o", chunks=10, round_o=True, round_p="before"),
+        Schedule("14 parts, u", chunks=14, round_u=True, round_p="after"),
+    )
+}
+"""For a second look: a value that lies on the edge of a rounding falls the other way in few orders of a sum, and what
+follows from it (all that is computed of that value) then shows in none of a few schedules."""
+
+
 def bf(x: Tensor) -> Tensor:
     """Round to nearest even BF16, keep the working dtype."""
     return x.to(torch.bfloat16).to(x.dtype)

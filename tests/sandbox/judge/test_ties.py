@@ -91,3 +91,46 @@ def test_unproved_choices_fail(
 ) -> None:
     got = settled(change)
     assert isinstance(got, Failure) and said in got.message, got
+
+
+class Closer(Layers):
+    """More schedules show that row 1 of layer 0 may choose 2 instead of 0."""
+
+    looked = 0
+
+    def closely(
+        self, w: Any, tensors: Any, forced: Mapping[str, torch.Tensor] | None = None
+    ) -> Expected:
+        self.looked += 1
+        own = self.run(w, tensors, "oracle", forced)
+        tie = own.ties[0]
+        assert tie.eligible is not None
+        tie.allowed[0, 1] = True
+        tie.eligible[0, 1, 2] = True
+        return own
+
+
+def looked_at(change: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[Settled | Failure, int]:
+    theirs = OURS.clone()
+    for (layer, row), ids in change.items():
+        theirs[layer, row] = torch.tensor(ids)
+    reference = Closer()
+    case: Any = SimpleNamespace(reference=reference, workload=None)
+    got = settle(case, {}, {"ids": theirs}, Where(0, 0, axes={"ids": ("layer", "row", "rank")}))
+    return got, reference.looked
+
+
+def test_what_few_schedules_do_not_explain_gets_a_second_look() -> None:
+    got, looked = looked_at({(0, 1): (1, 2)})
+    assert isinstance(got, Settled) and got.rows == 1 and looked == 2
+    assert got.expected.tensors["ids"][0, 1].tolist() == [1, 2]
+    got, looked = looked_at({(0, 1): (1, 3)})  # not among what they show either
+    assert isinstance(got, Failure) and "3 instead of 0" in got.message and looked == 2
+    got, looked = looked_at({(0, 0): (4, 7), (1, 0): (0, 1)})
+    assert isinstance(got, Settled) and looked == 0  # explained at once
+
+
+def test_many_wrong_choices_get_no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox.judge.ties.FEW", 0)
+    got, looked = looked_at({(0, 1): (1, 2)})
+    assert isinstance(got, Failure) and looked == 0
