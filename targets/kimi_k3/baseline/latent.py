@@ -27,7 +27,7 @@ def e4m3(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def mla(x: Tensor, w: Mapping[str, Tensor], kv: Tensor, pages: Paging) -> Tensor:
-    """bf(y W_o^T); the new rows are inserted in place. Gathers every page of a request, masks what a row may not see."""
+    """bf(y W_o^T); the new rows are inserted in place. Gathers every page of a request and masks the unseen."""
     heads, nope, lora = w["w_uk"].shape
     v_dim, rope = w["w_uv"].shape[1], kv.shape[-1] - lora
     requests = pages.lengths.shape[0]

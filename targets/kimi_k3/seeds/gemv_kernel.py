@@ -118,9 +118,7 @@ def load_rows(
     m = first + lane // 4
     rPlus = cute.make_rmem_tensor(cute.make_layout((4, op.unroll)), Uint32)
     if cutlass.const_expr(plus is not None and not op.exact):
-        rPlus.fill(
-            0
-        )  # beyond the last block x stays 0, and what happens to be in a register may be NaN
+        rPlus.fill(0)  # beyond the last block x stays 0, and what happens to be in a register may be NaN
     for u in cutlass.range(op.unroll, unroll_full=True):
         block = (step * op.unroll + u) * op.warps + tid // 32
         if m < end and block < op.blocks:
