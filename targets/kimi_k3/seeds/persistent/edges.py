@@ -71,23 +71,6 @@ def wait(
 
 
 @cute.jit
-def await_twice(c: Ctx, target: Int32, line: cutlass.Constexpr):
-    """Asks for the counter twice in the time of one answer: two loads are on their way, some time apart."""
-    one = counter(c, line, False)
-    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(160)])
-    other, waiting = counter(c, line, False), Int32(1)
-    while waiting > 0:
-        if one - target >= 0:
-            waiting = Int32(0)
-        else:
-            one = counter(c, line, False)
-            if other - target >= 0:
-                waiting = Int32(0)
-            else:
-                other = counter(c, line, False)
-
-
-@cute.jit
 def await_line(
     c: Ctx,
     edge: Int32,
@@ -100,10 +83,7 @@ def await_line(
     base = c.base[line // 32]
     target = base + edge * op.ctas - missing
     seen = counter(c, line, acquire)
-    if cutlass.const_expr(getattr(op, "polls", 1) > 1 and not acquire and op.spin == 0):
-        if seen - target < 0:
-            await_twice(c, target, line)
-    elif cutlass.const_expr(op.spin == 0):
+    if cutlass.const_expr(op.spin == 0):
         while seen - target < 0:
             seen = counter(c, line, acquire)
     else:

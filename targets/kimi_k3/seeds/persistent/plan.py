@@ -19,8 +19,7 @@ class Op:
     many stages may be on their way at once, 0 for the whole ring.
     jitter: delays of up to so many ns (a power of two) before some arrivals, to look for hangs; 0 but in soaks.
     hungry: while fewer stages than this are on their way or wait for the consumers, `in_flight` does not hold.
-    burst: as `in_flight`, of a layer's first matrix behind what the ring holds of it, 0: as `in_flight`; burst_ns: from
-    one of these to the next (`ring.stage_free`).
+    burst: as `in_flight`, of a layer's first matrix behind what the ring holds of it, 0: as `in_flight`.
     idle: while MLA waits, memory brings o_proj (1), and the front of the FFN too (2), into L2, a little at a time.
     couples: pairs of rows in hand where a stage has many; then, where it has two, it is given back before its product.
     missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. kept: the
@@ -43,7 +42,6 @@ class Op:
     idle: int = 0
     bank: bool = True
     burst: int = 0
-    burst_ns: int = 0
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0

@@ -35,8 +35,7 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
     takes 3 us instead of 0.6. But consumers that find nothing in the ring wait for one stage after another, the longer
     the slower their SM is: while fewer than `hungry` stages are on their way or there, the next one waits for none.
     here: which stage of its phase it is, or less than zero, in the decode step. Who asks for more than the ring held
-    when the phase began has consumers that are at it and wait for no edge: `burst` stages may travel then, but none is
-    asked for sooner than some `burst_ns` after the one before, so that no SM is far ahead of the others.
+    when the phase began has consumers that are at it and wait for no edge: `burst` stages may travel then.
     """
     slot = it % op.stages
     if it >= op.stages:
@@ -53,10 +52,6 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
         before = it - op.in_flight
         if cutlass.const_expr(here is not None and op.burst > 0):
             before = it - op.burst if here >= op.stages else before
-            if cutlass.const_expr(op.burst_ns > 0):
-                if here >= op.stages:
-                    # nobody passes the barrier of a stage that nobody has asked for: a pause
-                    passed(c.full + slot, (it // op.stages) & 1, op.burst_ns)
         if before >= 0:
             cute.arch.mbarrier_wait(c.full + before % op.stages, (before // op.stages) & 1)
     return slot
@@ -128,8 +123,6 @@ def bring(c: Ctx, layer: Int32, it: Int32, part: Int32, op: cutlass.Constexpr):
     rows, row_bytes, chunk, apart = row[2], row[3], row[4], row[5]
     for first in cutlass.range(0, rows, chunk, unroll=1):
         here = first // chunk if part == 0 or part == 2 else Int32(-1)
-        if cutlass.const_expr(op.burst_front):
-            here = Int32(op.stages) if part == 6 else here
         slot = stage_free(c, it, op, here)
         n = rows - first if rows - first < chunk else chunk
         start = source + Int64(first) * row_bytes

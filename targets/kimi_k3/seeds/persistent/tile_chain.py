@@ -5,8 +5,8 @@ of shared memory, across instances and edges. A stage feeds tensor cores as it l
 an MMA, tokens its columns, so that one instruction stream serves 1 to 8 tokens. Every warp has a share of the columns
 for whole phases and keeps its part of x in registers. MXFP4 codes become bf16 in registers, exactly.
 
-For several tokens it is not proven: on an H200 a judge found one choice of an expert wrong that no tie explains
-(docs/kernels-log.md, L17). One token passed.
+For several tokens it is not proven: two instances were flaky on an H200 until stages were given back behind a fence,
+and since then no judge has seen it on one (docs/kernels-log.md, L17 to L19). One token passed.
 
 It cannot hang: every CTA arrives at an edge before it waits for it, edges of a line are waited for in their order, and
 a producer waits only for stages that its own CTA's consumers give back in order and for the routing, which they

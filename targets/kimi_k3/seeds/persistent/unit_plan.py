@@ -29,19 +29,13 @@ class Units(TileOp):
 class DecodeOp(Op):
     """`Op` of the decode step. units: experts as `units` has them, else as `moe_experts`. shared_first: with them, both
     halves of the shared expert come before the experts, else the second between theirs. router_first: with them, the
-    router's rows are a matrix of their own before the latent's, so that the choice is known earlier. burst_up,
-    burst_front: as many of the experts' units, of the shared expert's first rows, may travel at once as of a layer's
-    first matrix. twos: stages of two wide rows that a warp sums up together. spread: the last experts' w2, fewer than
-    there are warps for, in chunks for all of them."""
+    router's rows are a matrix of their own before the latent's, so that the choice is known earlier. twos: stages of
+    two wide rows that a warp sums up together."""
 
     units: bool = False
     shared_first: bool = False
     router_first: bool = False
-    burst_up: bool = False
-    burst_front: bool = False
     twos: int = 1
-    spread: bool = False
-    polls: int = 1
 
     def __post_init__(self):
         super().__post_init__()

@@ -36,7 +36,7 @@ def fill_experts(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     first, n = share(d.topk * t.up_units, c.cta, op.ctas)
     codes, scales = CODE_TILE * g.code_bytes, CODE_TILE * g.scale_bytes
     for u in cutlass.range(first, first + n, unroll=1):
-        slot = stage_free(c, it, op, Int32(op.stages if op.burst_up else -1))
+        slot = stage_free(c, it, op, Int32(-1))
         row = Int64(c.ids[u // t.up_units] * d.expert_dim + u % t.up_units * CODE_TILE)
         cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * (codes + scales))
         for half in cutlass.range_constexpr(2):
@@ -200,52 +200,11 @@ def sixteen_times(
     return rC[0] * CODE_SCALE_T, rC[2] * CODE_SCALE_T
 
 
-def spare_experts(op):
-    """Experts beyond whole turns of the warps of a tile, if a chunk of each is work for one warp at most."""
-    t, rest = op.tile, op.d.topk % op.tile.down_share
-    whole = (
-        rest * t.down_tiles * t.down_chunks <= op.warps
-        and t.down_share + rest * t.down_chunks < STRIDE
-    )
-    return rest if op.spread and whole else 0
-
-
-@cute.jit
-def spare_times(c: Ctx, slot: Int32, start: Int32, end: Int32, n: Int32, op: cutlass.Constexpr):
-    """This warp's chunk of the spare experts, if its expert is one of start .. end - 1, whose stage this is."""
-    d, t = op.d, op.tile
-    rest = spare_experts(op)
-    tile, chunk = c.warp % t.down_tiles, c.warp // t.down_tiles % t.down_chunks
-    expert = d.topk - rest + c.warp // (t.down_tiles * t.down_chunks)
-    if expert >= start and expert < end:
-        piece = slot * op.stage + (expert - start) * t.down_piece
-        x, y = sixteen_times(c, piece, tile, expert, n, (chunk,), op)
-        place = t.down_share + c.warp // t.down_tiles
-        row = tile * 16 + c.lane // 4
-        if c.lane % 4 == 0 and row < n:
-            c.part[row * STRIDE + place] = x
-        if c.lane % 4 == 0 and row + 8 < n:
-            c.part[(row + 8) * STRIDE + place] = y
-
-
-@cute.jit
-def spare_sum(c: Ctx, i: Int32, total: Float32, op: cutlass.Constexpr):
-    """total + what the spare experts give to row i."""
-    t, rest = op.tile, spare_experts(op)
-    for k in cutlass.range_constexpr(rest):
-        x = Float32(0.0)
-        for v in cutlass.range_constexpr(t.down_chunks):
-            x += c.part[i * STRIDE + t.down_share + k * t.down_chunks + v]
-        total += c.weights[op.d.topk - rest + k] * round_bf16(x)
-    return total
-
-
 @cute.jit
 def units_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Constexpr):
     """z = bf(bf(sum over slots of w_e bf(w2_e h)) + the others') of this CTA's rows.
 
-    A warp has one tile of sixteen rows and every `down_share`-th expert; what would be a turn of a few warps only is
-    dealt to all of them in chunks (`spare_times`).
+    A warp has one tile of sixteen rows and every `down_share`-th expert.
     """
     d, t = op.d, op.tile
     first, n = share(d.latent, c.cta, op.ctas, t.down.unit)
@@ -255,19 +214,16 @@ def units_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Constex
     keep_hidden(c, turn, op)
     tile, turn_ = c.warp % t.down_tiles, c.warp // t.down_tiles
     expert = turn_ if turn_ < t.down_share else Int32(d.topk)
-    whole = d.topk - spare_experts(op)
     a, b = Float32(0.0), Float32(0.0)
     for start in cutlass.range(0, d.topk, op.down_slots, unroll=1):
         slot = stage_full(c, it, op)
         end = start + op.down_slots if start + op.down_slots < d.topk else Int32(d.topk)
-        while expert < end and expert < whole:
+        while expert < end:
             piece = slot * op.stage + (expert - start) * t.down_piece
             x, y = sixteen_times(c, piece, tile, expert, n, tuple(range(t.down_chunks)), op)
             a += c.weights[expert] * round_bf16(x)
             b += c.weights[expert] * round_bf16(y)
             expert += t.down_share
-        if cutlass.const_expr(spare_experts(op) > 0):
-            spare_times(c, slot, start, end, n, op)
         stage_done(c, slot)
         it += 1
     if turn_ < t.down_share and c.lane % 4 == 0:
@@ -280,7 +236,7 @@ def units_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Constex
     for k in cutlass.range_constexpr(-(-op.down_rows // op.threads)):
         i = c.tid + k * op.threads
         if i < n:
-            total = spare_sum(c, i, gathered(c, i, t.down_share), op)
+            total = gathered(c, i, t.down_share)
             if cutlass.const_expr(d.ranks > 1):
                 total = round_bf16(total) + rRemote[k]
             post(c, "z", turn, first + i, total, op)

@@ -20,10 +20,10 @@ from tests.targets.seeds.persistent.test_numbers import built, verify
     [
         {"preset": "tiny-tp2", "units": 0, "couples": 1, "bank": 1, "burst": 0},
         {"preset": "tiny-tp2", "stage_bytes": 2560, "in_flight": 2, "hungry": 4, "router_first": 0},
-        {"stage_bytes": 2560, "ctas": 8, "twos": 2, "burst_up": 1, "burst_front": 1, "burst_ns": 500, "polls": 2},
-        {"spread": 1, "stage_bytes": 4096, "ctas": 8},
+        {"stage_bytes": 2560, "ctas": 8, "twos": 1, "burst": 3},
+        {"stage_bytes": 4096, "ctas": 8},
     ],
-    ids=["all warps choose", "stages of two rows", "two stages at a time", "narrow rows as tiles"],
+    ids=["all warps choose", "stages of two rows", "one stage at a time", "eight CTAs"],
 )  # fmt: skip
 def test_other_ways(compiler: CompileClient, tunables: dict[str, Any]) -> None:
     """Four layers, of which the last has MLA; stages of two wide rows, and of eight narrow ones."""
