@@ -47,7 +47,7 @@ from sandbox.verdict import Status, Tier, Verdict
     help="Seconds a screen may take; full 4 times, promote 8 times that.  [default: 120; cpu 900]",
 )
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=None,
-              help="Write <artifact>-<tier>.json here; of a self-test, keep the compiled kernels here.")  # fmt: skip
+              help="Write <artifact>-<tier>.json here; of a self-test, keep kernels and rows here.")  # fmt: skip
 @click.option("--self-test", is_flag=True, help="Score the judge with planted kernels instead.")
 @click.option("--only", multiple=True, metavar="CLASS|NAME|PART",
               help="Of the planted kernels these only; may be repeated.")  # fmt: skip
@@ -59,6 +59,8 @@ from sandbox.verdict import Status, Tier, Verdict
 @click.option("--seconds", type=click.FloatRange(0), default=None,
               help="Begin no planted kernel after that time; the rest counts as not reached. "
                    "0 with -o only compiles.")  # fmt: skip
+@click.option("--resume", is_flag=True,
+              help="Go on with a self-test: rows that -o holds of the same kernels and device count.")  # fmt: skip
 @click.option("--preset", default="tiny", show_default=True, help="Sizes of the planted kernels.")
 @click.option(
     "--jobs",

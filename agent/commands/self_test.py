@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ from agent.ids import now
 from agent.services import DEFAULT_ARCH, Wanted, new_compiler, new_judge, start
 from agent.versions import version
 from sandbox.judge_client import ClientOptions, JudgeClient
-from targets.planted import Planted, built_in
+from targets.planted import EditFailed, Planted, built_in
+
+ROWS = "rows.jsonl"
+"""In the folder of `-o`."""
 
 
 def self_test(asked: dict[str, Any]) -> int:
@@ -34,8 +39,10 @@ def self_test(asked: dict[str, Any]) -> int:
 
 
 def _judged(asked: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for what `--only` and `--shard` cannot mean, Unavailable."""
+    """Raises ValueError for what `--only`, `--shard` and `--resume` cannot mean, Unavailable."""
     device = asked["device"]
+    if asked["resume"] and not asked["output"]:
+        raise ValueError("--resume goes on with what -o DIR holds")
     todo = selftest.chosen(built_in(), asked["only"], device)
     if asked["shard"]:
         todo = selftest.shard(todo, asked["shard"])
@@ -57,9 +64,22 @@ def _judged(asked: dict[str, Any]) -> dict[str, Any]:
             until = time.monotonic() + (
                 float("inf") if asked["seconds"] is None else asked["seconds"]
             )
-            rows = selftest.run(
-                bench, sized, _progress(len(todo)), lambda: time.monotonic() < until
+            log = _Log(
+                folder / ROWS, {"device": facts.get("name", device), "preset": asked["preset"]}
             )
+            known = log.rows(sized) if asked["resume"] else {}
+            told = _progress(len(todo) - len(known))
+
+            def heard(row: scores.Row) -> None:
+                log.add(row)
+                told(row)
+
+            left = [p for p in sized if p.name not in known]
+            known |= {
+                r.planted.name: r
+                for r in selftest.run(bench, left, heard, lambda: time.monotonic() < until)
+            }
+            rows = [known[p.name] for p in sized if p.name in known]
         finally:
             services.close()
             for judge_ in more:
@@ -68,6 +88,43 @@ def _judged(asked: dict[str, Any]) -> dict[str, Any]:
         "device": facts.get("name", device), "jobs": jobs, "wall_s": round(time.monotonic() - began, 1),
         "compile_wall_s": compiled,
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Log:
+    """Rows as they are known, a line each, so that a run that is cut off has lost none; `about`: on what and at which
+    sizes."""
+
+    file: Path
+    about: Mapping[str, str]
+
+    def add(self, row: scores.Row) -> None:
+        line = {**self.about, "source": _digest(row.planted), "row": row.to_json()}
+        with self.file.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(line) + "\n")
+
+    def rows(self, todo: Sequence[Planted]) -> dict[str, scores.Row]:
+        """The last of each kernel whose text is still the same; what could not be used then is not among them."""
+        wanted = {p.name: p for p in todo}
+        found: dict[str, scores.Row] = {}
+        for text in self.file.read_text().splitlines() if self.file.exists() else ():
+            try:
+                line = json.loads(text)
+                planted = wanted.get(str(line["row"]["name"]))
+                same = planted and line == {**line, **self.about, "source": _digest(planted)}
+            except (ValueError, KeyError, TypeError):  # the end of a run that was cut off
+                continue
+            if planted and same:
+                found[planted.name] = scores.row_from_json(line["row"], planted)
+        return {n: r for n, r in found.items() if r.fate != "broken"}
+
+
+def _digest(p: Planted) -> str:
+    try:
+        text = p.text()
+    except EditFailed:
+        return ""
+    return hashlib.sha256(f"{p.options} {dict(p.tunables)} {text}".encode()).hexdigest()
 
 
 def _only_compiled(asked: dict[str, Any], todo: Sequence[Planted]) -> dict[str, Any]:

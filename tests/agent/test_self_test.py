@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from agent import scores, selftest
 from agent.commands.judge import judge as command
+from agent.commands.self_test import _Log as Log
 from agent.commands.self_test import _more_judges as more_judges
 from agent.commands.self_test import _summed_up as summed_up
 from agent.services import judge_state
@@ -303,6 +304,30 @@ def test_reports_of_parts_are_summed_up(tmp_path: Path) -> None:
     for other in (a, part(tmp_path, "e", [accepted], device="NVIDIA H200")):
         with pytest.raises(ValueError, match="told twice|differ in their device"):
             summed_up([Path(a), Path(other)])
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_rows_it_had(tmp_path: Path) -> None:
+    named = {p.name: p for p in built_in()}
+    first, second, third = (named[f"gemv/{n}"] for n in ("as-it-is", "four-warps", "sum-apart"))
+    on = {"device": "cpu", "preset": "tiny"}
+    log = Log(tmp_path / "rows.jsonl", on)
+    accepted = replace(row(GOOD, Judge()), planted=first)
+    log.add(replace(accepted, fate="broken"))
+    log.add(accepted)
+    log.add(replace(accepted, planted=second, fate="broken"))
+    Log(log.file, {**on, "device": "NVIDIA H200"}).add(replace(accepted, planted=third))
+    with log.file.open("a") as f:
+        f.write('{"device": "cpu", "row": {"na')
+    todo = (first, second, third)
+    assert [r.to_json() for r in log.rows(todo).values()] == [accepted.to_json()]
+    changed = replace(first, tunables={"warps": 4})
+    assert log.rows([changed]) == {}
+    assert Log(tmp_path / "none.jsonl", on).rows(todo) == {}
+
+
+def test_going_on_needs_the_folder() -> None:
+    asked = ["--self-test", "--device", "cpu", "--resume"]
+    assert CliRunner().invoke(command, asked).exit_code == 2
 
 
 def test_another_preset_keeps_the_exchange_between_ranks() -> None:
