@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from targets.kimi_k3.seeds.persistent.device import Ctx, vector, within
-from targets.kimi_k3.seeds.persistent.ring import stage_done, stage_full
+from targets.kimi_k3.seeds.persistent.ring import stage_done, stage_full, stage_loaded
 from targets.kimi_k3.seeds.persistent.stages import STRIDE
 
 
@@ -123,7 +123,7 @@ def drain_four(
 def drain_two(
     c: Ctx, it: Int32, rows: Int32, pairs: Boolean, base: Int32, rX: cute.Tensor, op: cutlass.Constexpr
 ):  # fmt: skip
-    """`drain_wide` where a stage has two rows: it is given back as soon as they are in registers."""
+    """`drain_wide` where a stage has two rows: it is given back once they are in registers, before their product."""
     g = op.wide
     chunk = Int32(1) if pairs else Int32(2)
     rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
@@ -135,7 +135,7 @@ def drain_two(
         # warps beyond the width make sums that nobody keeps
         load_row(c, slot * (op.stage // 16), rA, g)
         load_row(c, slot * (op.stage // 16) + (n - 1) * g.vecs, rB, g)
-        stage_done(c, slot)
+        stage_loaded(c, slot)
         rC.fill(0.0)
         for v in cutlass.range_constexpr(g.per):
             mma_rows(rC, rA[None, v], rB[None, v], rX[None, v])
@@ -157,7 +157,7 @@ def take_stage(
     slot = stage_full(c, it, op)
     load_row(c, slot * (op.stage // 16), rA, g)
     load_row(c, slot * (op.stage // 16) + (n - 1) * g.vecs, rB, g)
-    stage_done(c, slot)
+    stage_loaded(c, slot)
     rC = cute.make_rmem_tensor(cute.make_layout((4, 2)), Float32)
     rC.fill(0.0)
     for v in cutlass.range_constexpr(g.per):

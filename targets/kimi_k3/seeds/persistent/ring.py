@@ -147,3 +147,14 @@ def stage_done(c: Ctx, slot: Int32):
     cute.arch.sync_warp()
     if c.lane == 0:
         cute.arch.mbarrier_arrive(c.empty + slot)
+
+
+@cute.jit
+def stage_loaded(c: Ctx, slot: Int32):
+    """As `stage_done`, where what was loaded of the stage has not been used yet.
+
+    An arrival does not wait for the loads before it: behind others that wait for memory they can still be on their way
+    when the stage is filled again, by the async proxy (seen in the latent MoE, docs/kernels-log.md, L19).
+    """
+    cute.arch.inline_ptx("fence.proxy.async.shared::cta;")
+    stage_done(c, slot)
