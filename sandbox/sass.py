@@ -16,6 +16,8 @@ _SECTION = re.compile(r"^\.text\.([\w$]+):", re.M)
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][\w.]*)(.*?);", re.M)
 _LABEL = re.compile(r"^(\.L_x_\d+):", re.M)
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+_REGISTER = re.compile(r"\bR(\d+)\b")
+_ORDERS = ("BRA", "BAR", "RET", "EXIT", "FENCE", "SYNCS.PHASECHK")
 
 
 @dataclass(frozen=True)
@@ -90,3 +92,31 @@ def _code(kernel: str, body: str) -> Code:
     )
     # The padding after EXIT branches to itself; it is no loop of the kernel.
     return Code(kernel, tuple(instructions), tuple(x for x in loops if x[0] != x[1]))
+
+
+def early_arrivals(code: Code) -> tuple[int, ...]:
+    """Offsets of arrivals on an mbarrier that wait for no load of shared memory issued before them, in the same run of
+    instructions: nothing has used its registers, and no fence or barrier stands between. Such a load may still be on
+    its way when somebody who waits for the arrival has that memory filled again by a bulk copy."""
+    found = []
+    loading: set[int] = set()
+    for i in code.instructions:
+        if i.opcode.startswith(_ORDERS):
+            loading.clear()
+        elif i.opcode.startswith("SYNCS.ARRIVE"):
+            if loading and "A1T0" in i.opcode:
+                found.append(i.offset)
+        else:
+            touched = {int(r) + k for r in _REGISTER.findall(i.operands) for k in range(_span(i))}
+            loading -= touched
+            if i.opcode.startswith("LDS"):
+                first = _REGISTER.match(i.operands)
+                loading |= {int(first[1]) + k for k in range(_span(i))} if first else set()
+    return tuple(found)
+
+
+def _span(i: Instruction) -> int:
+    """Registers that an operand may stand for."""
+    if ".128" in i.opcode or i.opcode.startswith("HMMA"):
+        return 4
+    return 2 if ".64" in i.opcode or "WIDE" in i.opcode else 1

@@ -111,6 +111,18 @@ def _profile(built: rig.Rig, draft: Draft, disassembly: MachineCode | None) -> N
         draft.profile |= profile.run(built, draft.resources, disassembly)
     except Faulted as end:
         draft.findings.append(Failure("profile", f"no profile: {end.failure.message}"))
+    for kernel, found in draft.profile.get("sass", {}).items():
+        count = found.get("early_arrivals", 0) if isinstance(found, dict) else 0
+        if count:
+            draft.findings.append(_early(kernel, count))
+
+
+def _early(kernel: str, count: int) -> Failure:
+    message = (
+        f"{count} arrivals on mbarriers in {kernel} wait for no load of shared memory before them: a bulk copy may "
+        "fill that memory again while a load is on its way, rarely. A proxy fence before the arrival orders them"
+    )
+    return Failure("early-arrivals", message, {"kernel": kernel, "arrivals": count})
 
 
 def _crash(error: Exception, device: Device) -> tuple[Status, Failure]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sandbox.artifact import Artifact, Launch
 from sandbox.assemble import AssemblyFailed, ToolchainMissing, assemble
-from sandbox.sass import parse, text_of
+from sandbox.sass import Code, early_arrivals, parse, text_of
 from sandbox.verdict import KernelResources, short_name
 
 REGISTERS, WARPS, BLOCKS = 65536, 64, 32
@@ -84,10 +84,17 @@ class MachineCode:
         return {
             short_name(c.kernel): {
                 "bytes": c.bytes, "instructions": len(c.instructions), "mix": mix(c.histogram()),
-                "opcodes": dict(c.histogram().most_common(24)),
+                "opcodes": dict(c.histogram().most_common(24)), **_unordered(c),
             }
             for c in codes if c.kernel in wanted
         }  # fmt: skip
+
+
+def _unordered(c: Code) -> dict[str, int]:
+    """Arrivals that may give memory back to bulk copies before it has been read, where a kernel has such copies."""
+    found = early_arrivals(c)
+    copies = any(x in c.histogram() for x in ("UBLKCP", "UTMALDG"))
+    return {"early_arrivals": len(found)} if found and copies else {}
 
 
 def mix(histogram: Mapping[str, int]) -> dict[str, float]:

@@ -151,10 +151,11 @@ def stage_done(c: Ctx, slot: Int32):
 
 @cute.jit
 def stage_loaded(c: Ctx, slot: Int32):
-    """As `stage_done`, where what was loaded of the stage has not been used yet.
+    """As `stage_done`, where nothing that the compiler keeps in place has used what was loaded of the stage.
 
     An arrival does not wait for the loads before it: behind others that wait for memory they can still be on their way
-    when the stage is filled again, by the async proxy (seen in the latent MoE, docs/kernels-log.md, L19).
+    when the stage is filled again, by the async proxy (seen in the latent MoE, docs/kernels-log.md, L19). Products do
+    not help: ptxas moves them behind the arrival.
     """
     cute.arch.inline_ptx("fence.proxy.async.shared::cta;")
     stage_done(c, slot)

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, words_at
 from targets.kimi_k3.seeds.persistent.products import mma_rows
-from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
+from targets.kimi_k3.seeds.persistent.ring import bulk, stage_free, stage_full, stage_loaded
 
 TILE = 16
 TOKENS = 8
@@ -140,7 +140,7 @@ def drain_tiles(
             slot = stage_full(c, it, op)
             if c.warp < g.width:
                 slice_product(c, slot, rC, rX, (n, j), g, op)
-            stage_done(c, slot)
+            stage_loaded(c, slot)
             it += 1
         buffer = first // TILE % 2 * (op.warps * TILE * TOKENS)
         keep(c, buffer, rC, g)

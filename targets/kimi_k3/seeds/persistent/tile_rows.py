@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from targets.kimi_k3.seeds.common import mma_k32
 from targets.kimi_k3.seeds.persistent.device import within
 from targets.kimi_k3.seeds.persistent.products import mma_rows
-from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
+from targets.kimi_k3.seeds.persistent.ring import bulk, stage_free, stage_full, stage_loaded
 from targets.kimi_k3.seeds.persistent.tile_device import Tiles
 
 
@@ -64,18 +64,6 @@ def fill_blocks(
 
 
 @cute.jit
-def give_back(c: Tiles, slot: Int32, op: cutlass.Constexpr):
-    """As `stage_done`, for several tokens once this warp's loads of the stage are done.
-
-    They may be on their way when a product waits for x: nothing else orders them before the copy that fills the stage
-    again, and at the start of a launch, where x comes late, rows of it were read (docs/kernels-log.md, L19).
-    """
-    if cutlass.const_expr(op.tokens > 1):
-        cute.arch.inline_ptx("fence.proxy.async.shared::cta;")
-    stage_done(c, slot)
-
-
-@cute.jit
 def tile_rows(c: Tiles, left: Int32, g: cutlass.Constexpr, op: cutlass.Constexpr):
     """Where this lane's rows of a tile begin in a stage, in 16 bytes; beyond `left` of them the last."""
     half = g.height // 2
@@ -119,7 +107,7 @@ def tile_times(
                     mma_rows(rC[None, j % 2], rA[None, j], rB[None, j], x)
                 else:
                     mma_k32(rC[None, j % 2], rA[None, j], tuple(x[e] for e in range(4)))
-        give_back(c, slot, op)
+        stage_loaded(c, slot)
         it += 1
     for e in cutlass.range_constexpr(4):
         rC[e, 0] = rC[e, 0] + rC[e, 1]
