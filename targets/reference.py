@@ -49,8 +49,9 @@ class Reference(Protocol):
     Optional attributes: `axes` maps a buffer's name or its last part to the names of its dimensions, for messages;
     `held_out` (names, or a function of the workload that gives them) are further distributions that `disturb` knows
     and nobody else is told of (tier promote); `smaller(w, tensors)` yields (what is left, tensors) of smaller problems,
-    smallest first, to say where a failure begins; `spare` names further schedules, and `closely(w, tensors, forced)` is
-    the oracle with ties proved by all of them: both are asked where few schedules leave a result just outside.
+    smallest first, to say where a failure begins; `spare` names further schedules, and `closely(w, tensors, after,
+    forced)` is the oracle with ties proved by all of them, and by what the candidate left (`after`) where that lies
+    between its choices: both are asked where few schedules leave a result just outside.
     """
 
     schedules: tuple[str, ...]

@@ -33,7 +33,8 @@ class Settled:
 
 def settle(case: Case, given: Tensors, after: Tensors, where: Where) -> Settled | Failure:
     """What decides, or what no tie explains. A choice or two that few schedules do not explain are looked at again with
-    all that the reference has: a rounding that falls the other way is rare, and may be in none of a few."""
+    all that the reference has, and with what the candidate itself left before them, which is judged like any output: a
+    rounding that falls the other way is rare, and may be in no schedule."""
     run = case.reference.run
     found = _settle(
         case, given, after, where, lambda *forced: run(case.workload, given, "oracle", *forced)
@@ -41,7 +42,7 @@ def settle(case: Case, given: Tensors, after: Tensors, where: Where) -> Settled 
     closely = getattr(case.reference, "closely", None)
     if isinstance(found, Failure) and closely and int(found.where.get("rows", 0)) <= FEW:
         again = _settle(
-            case, given, after, where, lambda *forced: closely(case.workload, given, *forced)
+            case, given, after, where, lambda *forced: closely(case.workload, given, after, *forced)
         )
         return found if isinstance(again, Failure) else again
     return found

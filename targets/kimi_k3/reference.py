@@ -6,6 +6,7 @@ Values are made in `generate`, unusual ones in `disturb`. It does not judge: ban
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from targets.kimi_k3 import checkpoint, disturb, generate, held_out, ranks, smal
 from targets.kimi_k3.maths.precision import ORACLE, SCHEDULES, SPARE, Schedule
 from targets.kimi_k3.maths.step import Step, walk
 from targets.kimi_k3.options import Run, resolve, split
-from targets.kimi_k3.routing import Chooser, tie
+from targets.kimi_k3.routing import Chooser, explained, tie
 from targets.reference import Expected, Tensors, Tie
 
 IDS = "outputs.ids"
@@ -90,10 +91,26 @@ class KimiReference:
         return self._run(w, tensors, (_named(schedule), SHADOWS), forced)
 
     def closely(
-        self, w: Workload, tensors: Tensors, forced: Mapping[str, Tensor] | None = None
+        self,
+        w: Workload,
+        tensors: Tensors,
+        after: Tensors,
+        forced: Mapping[str, Tensor] | None = None,
     ) -> Expected:
-        """The oracle, its ties proved with every schedule there is."""
-        return self._run(w, tensors, (ORACLE, (*self.schedules, *self.spare)), forced)
+        """The oracle, its ties proved with every schedule there is and, in a chain of FFNs, by what the candidate left.
+
+        All schedules may happen to round a token as the oracle does; then there is no noise to measure, and a right
+        kernel that rounds one element of y otherwise has other choices behind it. Its y are outputs, judged as such:
+        a choice that is right for its own y needs the noise of one instance only.
+        """
+        found = self._run(w, tensors, (ORACLE, (*self.schedules, *self.spare)), forced)
+        if split(w.target)[1] != "latent-moe" or ranks.gpus(w) > 1:
+            return found
+        left = {f"left.{n}": t for n, t in after.items() if n.startswith("outputs.y.")}
+        own = self._run(w, {**tensors, **left}, (ORACLE, SHADOWS), {IDS: after[IDS]})
+        return replace(
+            found, ties=(explained(found.ties[0], own.ties[0], own.tensors[IDS], after[IDS]),)
+        )
 
     def _run(
         self,

@@ -101,3 +101,15 @@ def tie(buffer: str, oracle: Chooser, shadows: list[Chooser]) -> Tie:
         allowed.append(torch.where(forced, legitimate(used, z, bound), near))
         may.append(eligible(z, bound, oracle.topk))
     return Tie(buffer, torch.stack(allowed), torch.stack(may))
+
+
+def explained(proof: Tie, own: Tie, ours: Tensor, theirs: Tensor) -> Tie:
+    """`proof`, with those rows of choices `theirs` that `own` allows beside its own choices `ours`."""
+    assert proof.eligible is not None and own.eligible is not None
+    ids = theirs.to(torch.int64)
+    ids = torch.where((ids >= 0) & (ids < own.eligible.shape[-1]), ids, 0)
+    among = (ids.unsqueeze(-1) == ours.to(torch.int64).unsqueeze(-2)).any(-1)
+    fine = (among | own.eligible.gather(-1, ids)).all(-1)
+    fine &= own.allowed | (theirs == ours).all(-1)
+    chosen = torch.zeros_like(proof.eligible).scatter(-1, ids, True)
+    return Tie(proof.buffer, proof.allowed | fine, proof.eligible | chosen & fine.unsqueeze(-1))

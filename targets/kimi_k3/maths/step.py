@@ -133,13 +133,16 @@ class Step:
             self.out["outputs.bank"] = torch.stack(bank[run.bank_old :], 1)
 
     def chain(self, part: str) -> None:
-        """gemv, kda, mla and latent-moe: a fresh input is added to each instance's predecessor."""
+        """gemv, kda, mla and latent-moe: a fresh input is added to each instance's predecessor, or to what a candidate
+        left of it (`left.NAME`)."""
         y: Tensor | None = None
         for i in range(self.run.layers):
             x = self.wide(f"inputs.x.{i}")
             x = x if y is None else bf(x + y)
             y = self._instance(part, i, x)
             self.out[f"outputs.y.{i}"] = y
+            if f"left.outputs.y.{i}" in self.t:
+                y = self.wide(f"left.outputs.y.{i}")
 
     def _instance(self, part: str, i: int, x: Tensor) -> Tensor:
         if part == "gemv":

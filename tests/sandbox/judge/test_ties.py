@@ -99,8 +99,9 @@ class Closer(Layers):
     looked = 0
 
     def closely(
-        self, w: Any, tensors: Any, forced: Mapping[str, torch.Tensor] | None = None
+        self, w: Any, tensors: Any, after: Any, forced: Mapping[str, torch.Tensor] | None = None
     ) -> Expected:
+        assert "ids" in after
         self.looked += 1
         own = self.run(w, tensors, "oracle", forced)
         tie = own.ties[0]
