@@ -37,6 +37,10 @@ class Attack:
     quiet: str = ""
     """What stops it without a refusal that it could report."""
 
+    def asked(self, way: str) -> dict[str, Any]:
+        """What a client is asked to run."""
+        return {"attack": self.name, "way": way, "runs": self.runs, "deadline_s": self.deadline_s}
+
 
 # Which layer refused a system call shows in how it was refused.
 REFUSED_BY = {

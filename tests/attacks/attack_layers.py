@@ -32,13 +32,7 @@ def main() -> None:
         for attack in ATTACKS:
             seen: dict[str, list[str]] = defaultdict(list)
             for way in ways:
-                asked = {
-                    "attack": attack.name,
-                    "way": way,
-                    "runs": attack.runs,
-                    "deadline_s": attack.deadline_s,
-                }
-                outcome = client.ask(asked)
+                outcome = client.ask(attack.asked(way))
                 if "missing" in outcome:
                     continue
                 through = attack.through(outcome)

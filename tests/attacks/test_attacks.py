@@ -45,13 +45,7 @@ def everywhere(user: str, ways: tuple[str, ...]) -> list[Any]:
 def run(client: Any, attack: Attack, way: str) -> dict[str, Any]:
     if client.problem:
         pytest.skip(client.problem)
-    request = {
-        "attack": attack.name,
-        "way": way,
-        "runs": attack.runs,
-        "deadline_s": attack.deadline_s,
-    }
-    outcome = client.ask(request)
+    outcome = client.ask(attack.asked(way))
     if "missing" in outcome:
         pytest.skip(f"this machine does not offer {way}; it offers {', '.join(outcome['ways'])}")
     assert attack.ran in outcome["output"], f"the attack did not run: {outcome}"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sandbox.artifact import Buffer
+from sandbox.artifact import Artifact, Buffer
 from sandbox.devices.fake import FakeDevice
 from sandbox.jobs import JudgeJob
 from sandbox.judge import judge, timing
@@ -149,6 +149,17 @@ def test_no_set_of_weights_is_out_of_sight(tmp_path: Path) -> None:
     assert v.status is Status.WRONG and v.failure is not None and "chain of" in v.failure.message
 
 
+def counted(folder: Path, made: Artifact, kernel: Kernel) -> Verdict:
+    """Two rounds of short chains at tier full; little else, so that launches are few."""
+    job = JudgeJob(
+        toy.saved(folder, made), toy.TARGET, {"rows": 4}, "cuda", Tier.FULL, baselines=()
+    )
+    todo = replace(
+        FULL, **{**FEW, "chain": 12}, distributions=False, probes=False, rounds=2, blocks=6
+    )
+    return judge.run(job, FakeDevice({"k": kernel}, "cuda", {"k": 10.0}, noise=1e-4), todo=todo)
+
+
 @pytest.mark.parametrize("cheats", [False, True])
 def test_a_kernel_that_counts_is_run_as_in_the_trial(tmp_path: Path, cheats: bool) -> None:
     """After many launches in one memory it leaves steps of a chain out, timed and untimed alike. Nearly all of them:
@@ -162,13 +173,7 @@ def test_a_kernel_that_counts_is_run_as_in_the_trial(tmp_path: Path, cheats: boo
             t["outputs.y"].zero_()
 
     made = toy.artifact(("k",), workspace=(count,))
-    job = JudgeJob(
-        toy.saved(tmp_path, made), toy.TARGET, {"rows": 4}, "cuda", Tier.FULL, baselines=()
-    )
-    todo = replace(
-        FULL, **{**FEW, "chain": 12}, distributions=False, probes=False, rounds=2, blocks=6
-    )
-    v = judge.run(job, FakeDevice({"k": kernel}, "cuda", {"k": 10.0}, noise=1e-4), todo=todo)
+    v = counted(tmp_path, made, kernel)
     if cheats:
         assert v.status is Status.WRONG and v.failure is not None, v.failure
         assert "not what it is in a trial" in v.failure.message
@@ -252,13 +257,7 @@ def test_float_atomics_are_run_as_in_the_trial_too(
             t["outputs.y"].zero_()
 
     made = toy.artifact(("k",), workspace=(count,), ptx="// red.global.add.f32 [%rd1], %f1;\n")
-    job = JudgeJob(
-        toy.saved(tmp_path, made), toy.TARGET, {"rows": 4}, "cuda", Tier.FULL, baselines=()
-    )
-    todo = replace(
-        FULL, **{**FEW, "chain": 12}, distributions=False, probes=False, rounds=2, blocks=6
-    )
-    v = judge.run(job, FakeDevice({"k": kernel}, "cuda", {"k": 10.0}, noise=1e-4), todo=todo)
+    v = counted(tmp_path, made, kernel)
     if cheats:
         assert v.status is Status.WRONG and v.failure is not None, v.failure
         assert "chain of candidate" in v.failure.message
