@@ -4,6 +4,7 @@ verified.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def summarise(place: Place, ended: Ended, settings: RunSettings) -> Summary:
     best = next((r for r in rows if r["seq"] == ended.incumbent and r["promoted"]), None)
     data: dict[str, Any] = {
         "run": ended.run, "how": ended.how, "stop": ended.stop, "improved": ended.improved,
-        "waiting": list(ended.waiting), "target": settings.target, "device": settings.device,
+        "waiting": list(ended.waiting), "resume": resume_command(place, ended.run), "target": settings.target, "device": settings.device,
         "proposer": settings.proposer, "rounds": run["rounds"], "candidates": len(rows),
         "passed": sum(r["status"] == "passed" for r in rows),
         "spent": {
@@ -75,6 +76,17 @@ def summarise(place: Place, ended: Ended, settings: RunSettings) -> Summary:
         }
         return Summary(data, _text(data, verdict, folder))
     return Summary(data, _text(data, None, None))
+
+
+def resume_command(place: Place, run: str) -> str:
+    """What goes on with a run from the current folder: it names the record and the winners' folder that are not the
+    usual ones, for without them `resume` would look and write elsewhere."""
+    words = ["kernelgen", "resume", run]
+    if place.db.resolve() != Path("runs.db").resolve():
+        words += ["--db", str(place.db)]
+    if place.out.resolve() != place.db.resolve().parent / "kernels_out":
+        words += ["--out", str(place.out)]
+    return shlex.join(words)
 
 
 def _tokens(calls: Sequence[Mapping[str, Any]]) -> int:
@@ -125,7 +137,7 @@ def _text(data: dict[str, Any], verdict: Verdict | None, folder: Path | None) ->
         lines.append("  no verified kernel")
     lines += [f"  waiting: {w}" for w in data["waiting"]]
     if data["how"] in ("waiting", "drained") or data["stop"] in search.SPENT:
-        lines.append(f"  go on with: kernelgen resume {data['run']}")
+        lines.append(f"  go on with: {data['resume']}")
     return "\n".join(lines)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from agent.claims import docstring, predicted_gain
@@ -10,7 +12,9 @@ from agent.graph import most_steps
 from agent.ids import ALPHABET, new_run_id
 from agent.search import Limits
 from agent.seats import default_proposer
+from agent.summary import resume_command
 from agent.winners import device_slug, target_slug
+from agent.workspace import Place
 from sandbox.verdict import Tier
 from targets.base import Options
 
@@ -75,3 +79,13 @@ def test_higher_tiers_have_more_time_and_a_wrong_edge_ends() -> None:
     assert deadline(Tier.PROMOTE, 60.0, "cpu") == 480
     s = RunSettings("t", Options(), "cpu", "sm_90a", "tuner", limits=Limits(rounds=2))
     assert 4 * 3 < most_steps(s) < 200
+
+
+def test_what_goes_on_with_a_run_names_a_record_and_a_folder_that_are_not_the_usual_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    usual = Place(Path("runs.db"), tmp_path / "kernels_out")
+    assert resume_command(usual, "01AB") == "kernelgen resume 01AB"
+    other = Place(Path("a b/runs.db"), Path("won"))
+    assert resume_command(other, "01AB") == "kernelgen resume 01AB --db 'a b/runs.db' --out won"

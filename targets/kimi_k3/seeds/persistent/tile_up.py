@@ -127,13 +127,39 @@ def latent_alone(c: Tiles, op: cutlass.Constexpr):
 def hold_unit(c: Tiles, rC: cute.Tensor, mask: Int32, held: Int32, op: cutlass.Constexpr):
     """part[16 (held + n) + row, warp] for the n-th token that wants this expert."""
     octet = c.lane // 4
-    for e in cutlass.range_constexpr(2):
-        token = c.lane % 4 * 2 + e
-        if token < op.tokens:
-            if (mask >> token) & 1 != 0:
-                n = held + cute.arch.popc(mask & ((Int32(1) << token) - 1))
-                c.part[(n * 16 + octet) * op.stride + c.warp] = rC[e]
-                c.part[(n * 16 + octet + 8) * op.stride + c.warp] = rC[2 + e]
+    if cutlass.const_expr(op.tokens > 1):
+        hold_two(c, rC, mask, held, op)
+    elif c.lane % 4 == 0:
+        c.part[(held * 16 + octet) * op.stride + c.warp] = rC[0]
+        c.part[(held * 16 + octet + 8) * op.stride + c.warp] = rC[2]
+
+
+@cute.jit
+def hold_two(c: Tiles, rC: cute.Tensor, mask: Int32, held: Int32, op: cutlass.Constexpr):
+    """`hold_unit` of a lane's two tokens: one place, the second one's behind the first's if that one wants the expert;
+    stores under predicates, since every warp does this for every stage. Bits of tokens that are none are zero."""
+    first = c.lane % 4 * 2
+    n = held + cute.arch.popc(mask & ((Int32(1) << first) - 1))
+    here = (n * 16 + c.lane // 4) * op.stride + c.warp
+    apart, lower = 64 * op.stride, 32 * op.stride
+    cute.arch.inline_ptx(
+        f"""{{
+        .reg .pred p, q;
+        .reg .b32 one, next;
+        and.b32 one, {{$r1}}, 1;
+        setp.ne.b32 p, one, 0;
+        mad.lo.s32 next, one, {apart}, {{$r0}};
+        and.b32 one, {{$r1}}, 2;
+        setp.ne.b32 q, one, 0;
+        @p st.shared.f32 [{{$r0}}], {{$r2}};
+        @p st.shared.f32 [{{$r0}} + {lower}], {{$r4}};
+        @q st.shared.f32 [next], {{$r3}};
+        @q st.shared.f32 [next + {lower}], {{$r5}};
+        }}""",
+        read_only_args=[
+            Int32((c.part.iterator + here).toint()), mask >> first, rC[0], rC[1], rC[2], rC[3]
+        ],
+    )  # fmt: skip
 
 
 @cute.jit
