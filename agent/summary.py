@@ -55,7 +55,8 @@ def summarise(place: Place, ended: Ended, settings: RunSettings) -> Summary:
     best = next((r for r in rows if r["seq"] == ended.incumbent and r["promoted"]), None)
     data: dict[str, Any] = {
         "run": ended.run, "how": ended.how, "stop": ended.stop, "improved": ended.improved,
-        "waiting": list(ended.waiting), "resume": resume_command(place, ended.run), "target": settings.target, "device": settings.device,
+        "waiting": list(ended.waiting), "resume": resume_command(place, ended.run),
+        "target": settings.target, "device": settings.device,
         "proposer": settings.proposer, "rounds": run["rounds"], "candidates": len(rows),
         "passed": sum(r["status"] == "passed" for r in rows),
         "spent": {

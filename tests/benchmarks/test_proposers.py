@@ -82,5 +82,9 @@ def test_a_score_with_the_tuner_and_its_replay_agree(tmp_path: Path) -> None:
     first = run("--proposer", "tuner")
     again = run("--replay", first["folder"])
     (a,), (b,) = first["scores"], again["scores"]
-    assert a["best"] == pytest.approx(b["best"], rel=0.05) and a["run"] != b["run"] and b["candidates"] == 1
+    assert (
+        a["best"] == pytest.approx(b["best"], rel=0.05)
+        and a["run"] != b["run"]
+        and b["candidates"] == 1
+    )
     assert a["kind"] == b["kind"] == "modelled"

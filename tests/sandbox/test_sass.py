@@ -11,7 +11,9 @@ LOAD = "LDS.128 R92, [R0+0x740]"
 
 
 def found(*lines: str) -> tuple[int, ...]:
-    body = "\n".join(f"        /*{16 * n:04x}*/                   {x} ;" for n, x in enumerate(lines))
+    body = "\n".join(
+        f"        /*{16 * n:04x}*/                   {x} ;" for n, x in enumerate(lines)
+    )
     (code,) = parse(f".text.kernel:\n{body}\n")
     return early_arrivals(code)
 
