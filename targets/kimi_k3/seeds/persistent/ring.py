@@ -155,7 +155,8 @@ def stage_loaded(c: Ctx, slot: Int32):
 
     An arrival does not wait for the loads before it: behind others that wait for memory they can still be on their way
     when the stage is filled again, by the async proxy (seen in the latent MoE, docs/kernels-log.md, L19). Products do
-    not help: ptxas moves them behind the arrival.
+    not help where they come last: ptxas moves them behind the arrival. Where sums of them are stored or added before,
+    `stage_done` does; `sandbox.sass.early_arrivals` of the machine code tells which it is.
     """
     cute.arch.inline_ptx("fence.proxy.async.shared::cta;")
     stage_done(c, slot)

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from targets.kimi_k3.seeds.common import round_bf16
 from targets.kimi_k3.seeds.persistent.device import at, consumers, field
 from targets.kimi_k3.seeds.persistent.products import mma_rows
-from targets.kimi_k3.seeds.persistent.ring import bulk, stage_free, stage_full, stage_loaded
+from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
 from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.tile_boxes import place, send, to_vec
 from targets.kimi_k3.seeds.persistent.tile_codes import (
@@ -207,7 +207,7 @@ def tiles_down(
                     load_hidden(c, layer, expert + op.down_share, v, rX[None, None, v], op)
             weigh(c, expert, rC, rSum, op)
             expert += op.down_share
-        stage_loaded(c, slot)
+        stage_done(c, slot)
         it += 1
     octet = c.lane // 4
     if works:

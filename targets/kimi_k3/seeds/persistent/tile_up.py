@@ -8,7 +8,7 @@ from targets.kimi_k3.seeds.common import situ
 from targets.kimi_k3.seeds.latent_moe_codes import pair_up
 from targets.kimi_k3.seeds.persistent.boxes import peek
 from targets.kimi_k3.seeds.persistent.device import consumers, field
-from targets.kimi_k3.seeds.persistent.ring import bulk, stage_free, stage_full, stage_loaded
+from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
 from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.tile_boxes import place, send, sure, to_vec
 from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, unit_times, wanted
@@ -193,7 +193,7 @@ def tiles_up(c: Tiles, layer: Int32, it: Int32, rL: cute.Tensor, op: cutlass.Con
         if c.warp < op.up_active:
             rC = unit_times(c, slot, rL, op)
             hold_unit(c, rC, mask, held, op)
-        stage_loaded(c, slot)
+        stage_done(c, slot)
         it += 1
         if c.tid < op.tokens:
             if (mask >> c.tid) & 1 != 0:
