@@ -14,6 +14,12 @@ from targets.base import Workload
 from targets.kimi_k3.generate import cache_rows, generator
 from targets.reference import Tensors
 
+COMMON = 128.0
+"""Of keys that have a standard deviation of 1: it moves a head's scores by 150, one standard deviation over heads (2 of a
+query, times the root of the 64 positional of 192 dimensions)."""
+NARROW_COMMON = 64.0
+"""The same in units of an E4M3 cache's scale: less, since products of that type are summed in 14 bits on a GPU."""
+
 
 class Draft:
     """A shallow copy of all tensors; `edit` copies one before it is changed."""
@@ -153,6 +159,24 @@ def _stale_cache(d: Draft) -> None:
         kv.view(-1, kv.shape[-1]).view(bits)[~seen.to(kv.device)] = huge.view(bits)
 
 
+def _shared_keys(d: Draft) -> None:
+    """The positional keys of a request's cache rows have a large part in common, and no row without it is inserted: all
+    scores of a head are the same hundred or two away from 0, where exp() overflows or vanishes, and weights stay as
+    they were. It is not in the latents, so values stay in scale."""
+    table, latent = d.t["inputs.block_table"].long(), int(d.w.dims["kv_lora"])
+    for name in d.names("kv"):
+        kv = d.edit(name)
+        narrow = kv.element_size() == 1
+        bits = kv.view(torch.uint8 if narrow else torch.int16)
+        signs = d.random((table.shape[0], kv.shape[-1] - latent), name).sign().to(kv.device)
+        for pages, common in zip(
+            table.to(kv.device), (NARROW_COMMON if narrow else COMMON) * signs, strict=True
+        ):
+            keys = bits[pages, :, latent:].view(kv.dtype).float() + common
+            bits[pages, :, latent:] = keys.to(kv.dtype).view(bits.dtype)
+    d.edit("inputs.slot_mapping").fill_(-1)
+
+
 def _saturated(d: Draft) -> None:
     """Queries of one layer six times as large: its softmax picks a few tokens. In a chain of such layers every rounding
     would be blown up by each, until right kernels differ by a sixth."""
@@ -193,6 +217,7 @@ _ALL: dict[str, tuple[str, Callable[[Draft], None]]] = {
     "router_ties": ("router", _router_ties), "one_choice": ("router", _one_choice),
     "null_request": ("slots lengths", _null_request), "no_insert": ("lengths", _no_insert),
     "short": ("lengths", _short), "stale_cache": ("lengths", _stale_cache), "saturated": ("lengths", _saturated),
+    "shared_keys": ("kv", _shared_keys),
     "null_store": ("accepted", _null_store), "accepted": ("accepted", _accepted),
     "decay": ("slots", _decay), "beta": ("slots", _beta), "faint": ("slots", _faint),
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from targets.base import Workload
 from targets.kimi_k3 import disturb
 from targets.kimi_k3.maths import mla as mla_module
 from targets.kimi_k3.maths.layer import Layer
-from targets.kimi_k3.maths.precision import ORACLE
+from targets.kimi_k3.maths.precision import ORACLE, Schedule
 from targets.reference import Tensors
 from tests.targets.kimi import rel, run, tensors, workload
 
@@ -112,6 +114,43 @@ def test_rows_that_no_request_sees_do_not_matter() -> None:
     assert float(stale["states.layers.0.kv"].float().abs().max()) == 1000
     assert all(
         torch.equal(plain[f"outputs.y.{i}"], other[f"outputs.y.{i}"]) for i in range(w.layers)
+    )
+
+
+def without_maximum(s: Schedule, query: Tensor, cache: Tensor, lora: int) -> Tensor:
+    """What `mla.attend` computes, as long as exp() of the scores themselves is a number that is not 0."""
+    p = torch.exp(query @ cache.to(s.dtype).T)
+    return (p @ cache[:, :lora].to(s.dtype)) / p.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_shared_keys_need_the_maximum_and_leave_values_in_scale(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = workload("mla", rows=4, extra={"kv": kv})
+    spoilt = Counter[str]()
+    for seed in range(8):
+        t = tensors(w, seed)
+        plain = run(w, t, "f32").tensors["outputs.y.0"].float()
+        for name in ("saturated", "shared_keys"):
+            changed = disturb.apply(w, name, seed, t)
+            right = run(w, changed, "f32").tensors["outputs.y.0"].float()
+            assert name == "saturated" or 0.5 < float(right.std() / plain.std()) < 2
+            with monkeypatch.context() as m:
+                m.setattr(mla_module, "attend", without_maximum)
+                wrong = run(w, changed, "f32").tensors["outputs.y.0"].float()
+            spoilt[name] += not bool(torch.isfinite(wrong).all()) or rel(wrong, right) > 0.1
+    assert spoilt["shared_keys"] >= {"bf16": 8, "fp8": 5}[kv] and not spoilt["saturated"]
+
+
+def test_shared_keys_insert_nothing() -> None:
+    """An inserted row would not have the part in common: its weight would be all or nothing."""
+    w = workload("mla", rows=4)
+    t = disturb.apply(w, "shared_keys", 1, tensors(w))
+    got = run(w, t).tensors
+    assert all(
+        torch.equal(got[f"states.layers.{i}.kv"], t[f"states.layers.{i}.kv"])
+        for i in range(w.layers)
     )
 
 

@@ -112,6 +112,7 @@ def test_the_router_on_odd_inputs(compiler: CompileClient, disturb: str) -> None
         ("mla", "short"),
         ("mla", "stale_cache"),
         ("mla", "saturated"),
+        ("mla", "shared_keys"),
     ],
 )
 def test_odd_requests(compiler: CompileClient, part: str, disturb: str) -> None:
