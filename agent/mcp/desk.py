@@ -153,7 +153,7 @@ def earlier_lessons(desk: Desk, target: str) -> list[str]:
     return [f"({row['device']}) {row['text']}" for row in reversed(rows)]
 
 
-def state_of(desk: Desk, row: Mapping[str, Any]) -> str:
+def state_of(row: Mapping[str, Any]) -> str:
     return "ended" if row["state"] in ENDED else str(row["state"])
 
 

@@ -60,7 +60,7 @@ def read_task(desk: Desk) -> TaskView:
         signature=SIGNATURE, buffers=folded([describe(b) for b in task.buffers]),
         floor_read_bytes=task.floor.read_bytes, floor_write_bytes=task.floor.write_bytes,
         floor_flops=task.floor.flops, floor_us=us, best=best, lessons=lessons[-MOST_LESSONS:],
-        earlier_lessons=earlier_lessons(desk, task.target), state=state_of(desk, row),
+        earlier_lessons=earlier_lessons(desk, task.target), state=state_of(row),
     )  # fmt: skip
 
 
@@ -148,4 +148,4 @@ def budget(desk: Desk) -> BudgetView:
         Line("tokens of models", limits.tokens, spent.tokens),
     ]  # fmt: skip
     stopped = why_stopped(row) if row["state"] in ENDED else ""
-    return BudgetView(state_of(desk, row), stopped, len(inbox.waiting(desk.folder)), lines)
+    return BudgetView(state_of(row), stopped, len(inbox.waiting(desk.folder)), lines)

@@ -140,7 +140,7 @@ def decide(place: Place, row: Mapping[str, Any], kind: str, said: tuple[str, str
         {"round": run["rounds"], "kind": kind, "reason": note, "who": who, "date": decision.date,
          "hashes": decision.hashes},
     )  # fmt: skip
-    return Done(decision, _tell(place, queries, run, decision))
+    return Done(decision, _tell(place, run, decision))
 
 
 def _check(row: Mapping[str, Any], kind: str, note: str) -> None:
@@ -155,7 +155,7 @@ def _check(row: Mapping[str, Any], kind: str, note: str) -> None:
         raise Refused(f"the note has {len(note)} characters, more than {LONGEST_NOTE}")
 
 
-def _tell(place: Place, queries: Queries, run: Mapping[str, Any], d: Decision) -> str:
+def _tell(place: Place, run: Mapping[str, Any], d: Decision) -> str:
     """Answer the graph's interrupt, or reopen a run that had ended for what was sent back."""
     if run["kind"] != "optimize":
         return "recorded"

@@ -2,7 +2,7 @@
 
 Weights are row-major [out, in]. `M` = rows = B requests of q tokens each (q = 1: plain decoding), the rows of a request
 next to each other in order. Rank 0 of `ranks` runs; what the other ranks contribute arrives in
-`inputs.remote.layers.N`, present only with `ranks` > 1 (`collectives` names the exchanges and their places):
+`inputs.remote.layers.N`, present only with `ranks` > 1, one buffer for each exchange:
 
     attn    f32  [M, hidden]                     sum of the other ranks' o_proj partials:  a = bf(bf(partial) + attn)
     latent  bf16 [M, latent - latent_local]      columns latent_local.. of the latent (sharded latent-down only)

@@ -1,4 +1,4 @@
-"""Ranks: the collectives by name and place, and two real ranks through them against one rank and against loopback."""
+"""Ranks: the exchanges by name and width, and two real ranks through them against one rank and against loopback."""
 
 from __future__ import annotations
 
@@ -11,15 +11,31 @@ import torch
 from torch import Tensor
 
 from targets.base import Workload
-from targets.kimi_k3 import collectives
 from targets.kimi_k3.maths.precision import SCHEDULES, bf
 from targets.kimi_k3.maths.step import Step
-from targets.kimi_k3.options import resolve
+from targets.kimi_k3.options import Run, resolve
 from targets.kimi_k3.routing import Chooser
 from targets.reference import Tensors
 from tests.targets.kimi import rel, run, tensors, workload
 
 RANKS = 2
+EXCHANGES = {
+    "attn": ("all_reduce", "hidden"), "logits": ("all_gather", "experts"), "latent": ("all_gather", "latent"),
+    "moe": ("all_reduce", "latent"), "shared": ("reduce_scatter", "hidden"), "delta": ("all_gather", "hidden"),
+    "dense": ("all_reduce", "hidden"),
+}  # fmt: skip
+"""In the order of the step: what is done, over how many columns of all ranks."""
+
+
+def exchanges(run: Run, n: int) -> list[str]:
+    """The names of those of layer n of a stack."""
+    p = run.shape
+    if p.sizes.ranks == 1:
+        return []
+    if run.ffn[n] == "D":
+        return ["attn", "dense"]
+    here = {"dense": False, "logits": p.router_sharded, "latent": p.latent_sharded}
+    return [name for name in EXCHANGES if here.get(name, True)]
 
 
 @dataclass
@@ -152,7 +168,7 @@ def test_two_ranks_make_the_whole_model_and_loopback_makes_one_of_them() -> None
 
     names = {(n, name) for n, name, _ in wire.put}
     run_ = resolve("decode", split.options)
-    assert names == {(n, c.name) for n in range(6) for c in collectives.of_layer(run_, n)}
+    assert names == {(n, name) for n in range(6) for name in exchanges(run_, n)}
     alone = {k: v for k, v in parts[0].items()}
     width = int(split.dims["hidden_local"])
     for n, name in names:
@@ -170,7 +186,7 @@ def test_two_ranks_make_the_whole_model_and_loopback_makes_one_of_them() -> None
 @pytest.mark.parametrize("preset, first", [("tp8", 0), ("tp16", 12)])
 @pytest.mark.parametrize("router", ["replicated", "sharded"])
 @pytest.mark.parametrize("latent_down", ["replicated", "sharded"])
-def test_every_collective_has_its_buffer(
+def test_every_exchange_has_its_buffer(
     preset: str, first: int, router: str, latent_down: str
 ) -> None:
     """inputs.remote holds what the table says, of the right width, for each variant."""
@@ -184,24 +200,19 @@ def test_every_collective_has_its_buffer(
             for b in w.buffers
             if b.name.startswith(f"inputs.remote.layers.{n}.")
         }
-        listed = collectives.of_layer(run_, n)
-        assert [c.name for c in listed] == sorted(
-            found, key=[c.name for c in collectives.ALL].index
-        )
-        for c in listed:
-            columns = c.width(run_.shape)
+        assert sorted(found, key=list(EXCHANGES).index) == exchanges(run_, n)
+        for name, buffer in found.items():
+            operation, width = EXCHANGES[name]
+            columns = int(getattr(run_.shape.sizes, width))
             share = {
                 "all_reduce": columns,
                 "all_gather": columns - columns // ranks,
                 "reduce_scatter": columns // ranks,
             }
-            assert found[c.name].shape == (2, share[c.operation])
+            assert buffer.shape == (2, share[operation])
 
 
-def test_bytes_on_the_wire() -> None:
-    """One-shot all-reduce of a row: 14,336 bytes to each other rank; a gather brings the others' shares."""
-    p = resolve("decode", workload("decode", "tp8").options).shape
-    assert collectives.ATTN.sent(p) == 14336 and collectives.ATTN.received(p) == 7 * 14336
-    assert collectives.LATENT.sent(p) == 896 and collectives.LOGITS.sent(p) == 448
-    assert collectives.DELTA.received(p) == 7 * 1792
-    assert collectives.of_layer(resolve("decode", workload("decode").options), 0) == ()
+def test_a_rank_alone_exchanges_nothing() -> None:
+    w = workload("decode")
+    assert exchanges(resolve("decode", w.options), 0) == []
+    assert not [b.name for b in w.buffers if b.name.startswith("inputs.remote.")]

@@ -13,7 +13,8 @@ from targets.kimi_k3.maths.precision import bf
 
 
 class Exchange(Protocol):
-    """The collectives of one layer by their names in `collectives`. Partials are BF16 values in the working dtype."""
+    """The collectives of one layer, named as their buffers are (`targets.kimi_k3.buffers`). Partials are BF16 values in
+    the working dtype."""
 
     def all_reduce(self, name: str, partial: Tensor) -> Tensor:
         """The sum over the ranks, in rank order, rounded once to BF16; on one rank the partial itself."""
