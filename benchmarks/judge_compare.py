@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.offline import options_json
+from agent.versions import version
 from benchmarks.judge_throughput import others
 from sandbox.compile_client import CompileClient, CompileSettings
 from sandbox.jobs import CompileJob, JudgeJob
@@ -121,7 +122,7 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
                         break
                 verdicts[name] = f"{v.status} at {v.tier}"
     return {
-        "harness": "kernelgen", "version": importlib.metadata.version("kernelgen"), "compile_s": round(compile_s, 3),
+        "harness": "kernelgen", "version": version("kernelgen"), "compile_s": round(compile_s, 3),
         "first_s": round(first_s, 3), "warm_s": [round(s, 3) for s, _ in warm],
         "warm_median_s": round(statistics.median(s for s, _ in warm), 3), "right": str(warm[-1][1].status),
         "full_s": round(full_s, 3), "full": str(full.status), "mistakes": verdicts,
