@@ -19,7 +19,7 @@ from tests.targets.seeds.persistent.test_numbers import built
 def test_no_stage_is_given_back_before_its_loads_are_done(
     compiler: CompileClient, part: str, rows: int
 ) -> None:
-    """At the sizes that run on a GPU: without the fences of `ring.stage_loaded` 4 to 12 arrivals of each kernel are early."""
+    """At the sizes of a GPU: without the fences of `ring.stage_loaded` 4 to 12 arrivals of each kernel are early."""
     layers = 4 if part == "decode" else 2
     case = Case(part.removesuffix("-tiles"), rows=rows, preset="tp8", layers=layers)
     artifact = built(compiler, case, part)
