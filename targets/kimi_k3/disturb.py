@@ -15,8 +15,8 @@ from targets.kimi_k3.generate import cache_rows, generator
 from targets.reference import Tensors
 
 COMMON = 128.0
-"""Of keys that have a standard deviation of 1: it moves a head's scores by 150, one standard deviation over heads (2 of a
-query, times the root of the 64 positional of 192 dimensions)."""
+"""Of keys that have a standard deviation of 1: it moves a head's scores by 150, one standard deviation over heads (2 of
+a query, times the root of the 64 positional of 192 dimensions)."""
 NARROW_COMMON = 64.0
 """The same in units of an E4M3 cache's scale: less, since products of that type are summed in 14 bits on a GPU."""
 
