@@ -42,6 +42,12 @@ from targets.kimi_k3.seeds.persistent.moe_dense import Space, dense
 from targets.kimi_k3.seeds.persistent.plan import ctas_of, refuse_others
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 from targets.kimi_k3.seeds.persistent.stages import SHARED_MEMORY, STRIDE
+from targets.kimi_k3.seeds.persistent.tile_pack import (
+    code_copies,
+    copies_fit,
+    pack_experts,
+    with_copies,
+)
 from targets.kimi_k3.seeds.persistent.unit_plan import DecodeOp, ring_stage
 
 TUNABLES = {
@@ -56,6 +62,7 @@ TUNABLES = {
     "units": (1, 0),
     "shared_first": (0, 1),
     "router_first": (1, 0),
+    "packed": (1, 0),
     "couples": (2, 1),
     "idle": (0, 1, 2),
     "bank": (0, 1),
@@ -220,6 +227,7 @@ def shape(dims, cfg):
             units=units,
             shared_first=bool(cfg.shared_first),
             router_first=bool(cfg.router_first) and units,
+            packed=bool(cfg.packed) and units and "E" in dims.ffn and copies_fit(dims),
         )
         if used(op) <= SHARED_MEMORY:
             return op
@@ -229,7 +237,8 @@ def shape(dims, cfg):
 def workspace(dims, cfg):
     op = shape(dims, cfg)
     bf = lambda n: ("bf16", (max(n, 8),), "undefined", "step")  # noqa: E731
-    between = {"inbox": inbox(dims)} if dims.gpus > 1 else {}
+    between = code_copies(dims) if op.packed else {}
+    between |= {"inbox": inbox(dims)} if dims.gpus > 1 else {}
     return {
         **between,
         "hs": bf(dims.dense_dim), "delta": bf(dims.hidden),
@@ -241,9 +250,12 @@ def workspace(dims, cfg):
 
 @cute.jit
 def prepare(t, cfg, stream):
-    """All boxes empty; products of norms and projections of AttnRes."""
+    """All boxes empty; products of norms and projections of AttnRes; packed codes."""
     empty_boxes(t.workspace.mail, stream)
     w = t.weights
+    if cutlass.const_expr(shape(cfg.dims, cfg).packed):
+        moes = tuple(w.layers[n] for n in range(cfg.dims.layers) if cfg.dims.ffn[n] == "E")
+        pack_experts(moes, t.workspace.packed, cfg.dims, stream)
     halves = [x for n in range(cfg.dims.layers) for x in (w.layers[n], w.layers[n])]
     norms = [x.mlp_res_norm if k % 2 else x.attn_res_norm for k, x in enumerate(halves)]
     projs = [x.mlp_res_proj if k % 2 else x.attn_res_proj for k, x in enumerate(halves)]
@@ -256,7 +268,10 @@ def prepare(t, cfg, stream):
 def step(t, cfg, stream):
     """The layers of the run, then h = the closing AttnRes and out = bf(RMS(h; out_norm))."""
     d, op = cfg.dims, shape(cfg.dims, cfg)
-    names, tensors = table(layer_tensors(t, n, d) for n in range(d.layers))
+    found = [layer_tensors(t, n, d) for n in range(d.layers)]
+    if cutlass.const_expr(op.packed):
+        found = with_copies(found, t.workspace.packed)
+    names, tensors = table(found)
     i, o, w = t.inputs, t.outputs, t.workspace
     has_k, has_m = "K" in d.attn, "M" in d.attn
     io = Io(

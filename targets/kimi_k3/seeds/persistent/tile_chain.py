@@ -3,7 +3,8 @@
 A producer warp per CTA copies tiles of sixteen (or eight) weight rows, a slice of their columns a stage, into a ring
 of shared memory, across instances and edges. A stage feeds tensor cores as it lies there: rows of weights are rows of
 an MMA, tokens its columns, so that one instruction stream serves 1 to 8 tokens. Every warp has a share of the columns
-for whole phases and keeps its part of x in registers. MXFP4 codes become bf16 in registers, exactly.
+for whole phases and keeps its part of x in registers. MXFP4 codes become bf16 in registers, exactly,
+with `packed` from copies whose bits lie better (`tile_pack`: 1.85 GB more a layer at tp8).
 
 For several tokens it is not proven: two instances were flaky on an H200 until stages were given back behind a fence,
 and since then no judge has seen it on one (docs/kernels-log.md, L17 to L19). One token passed.
@@ -29,6 +30,12 @@ from targets.kimi_k3.seeds.persistent.setup import empty_boxes, lasting
 from targets.kimi_k3.seeds.persistent.tile_boxes import leave_tiles, meet, tell
 from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, open_tiles
 from targets.kimi_k3.seeds.persistent.tile_moe import fill_layer, route_layers, tile_moe
+from targets.kimi_k3.seeds.persistent.tile_pack import (
+    code_copies,
+    copies_fit,
+    pack_experts,
+    with_copies,
+)
 from targets.kimi_k3.seeds.persistent.tile_plan import TileOp, refuse_others_tiles
 
 TUNABLES = {
@@ -38,6 +45,7 @@ TUNABLES = {
     "early": (16, 0, 4, 64),
     "in_flight": (2, 0, 3, 4, 5, 6, 1),
     "ahead": (0, 1, 2, 3),
+    "packed": (1, 0),
     "spin_limit": (0, 200000, 2000000),
 }
 
@@ -131,24 +139,30 @@ def tile_shape(dims, cfg):
     refuse_others_tiles(dims)
     return TileOp(
         dims, ctas_of(dims, cfg), cfg.consumer_warps, cfg.ring_stages, cfg.spin_limit, cfg.early, cfg.in_flight,
-        cfg.ahead,
+        cfg.ahead, packed=bool(cfg.packed) and copies_fit(dims),
     )  # fmt: skip
 
 
 def workspace(dims, cfg):
-    return lasting(tile_shape(dims, cfg))
+    op = tile_shape(dims, cfg)
+    return {**lasting(op), **(code_copies(dims) if op.packed else {})}
 
 
 @cute.jit
 def prepare(t, cfg, stream):
     empty_boxes(t.workspace.mail, stream)
+    if cutlass.const_expr(tile_shape(cfg.dims, cfg).packed):
+        pack_experts(tuple(t.weights.layers), t.workspace.packed, cfg.dims, stream)
 
 
 @cute.jit
 def step(t, cfg, stream):
     """y_i = the FFN's delta on x_i = bf(inputs.x[i] + y_{i-1}); outputs.ids[i] is its routing."""
     op = tile_shape(cfg.dims, cfg)
-    names, tensors = table(chain_tensors(t, n, cfg.dims) for n in range(cfg.dims.layers))
+    found = [chain_tensors(t, n, cfg.dims) for n in range(cfg.dims.layers)]
+    if cutlass.const_expr(op.packed):
+        found = with_copies(found, t.workspace.packed)
+    names, tensors = table(found)
     w = t.workspace
     tile_kernel(
         tensors, t.outputs.ids, w.mail, w.sync, timeline.buffer(t, cfg), names, op

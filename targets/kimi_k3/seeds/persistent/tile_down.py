@@ -15,8 +15,8 @@ from targets.kimi_k3.seeds.persistent.tile_boxes import place, send, to_vec
 from targets.kimi_k3.seeds.persistent.tile_codes import (
     CODE_SCALE_T,
     group_of,
+    operands,
     piece_times,
-    spread,
     wanted,
 )
 from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, within
@@ -127,7 +127,7 @@ def spread_ahead(c: Tiles, it: Int32, op: cutlass.Constexpr):
                 c, piece // 16 + row * (g.code_bytes // 16) + j, scales + row * g.scale_bytes + j
             )
             for k in cutlass.range_constexpr(4):
-                out = spread(words[k], scale)
+                out = operands(words[k], scale, op)
                 for e in cutlass.range_constexpr(4):
                     rW[e, half, k, v] = out[e]
     return rW

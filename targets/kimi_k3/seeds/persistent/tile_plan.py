@@ -78,6 +78,8 @@ class TileOp:
     """Stages that may be on their way at once, 0: the whole ring (`ring.stage_free` says why)."""
     ahead: int = 0
     """Chunks of w2 of a warp's first expert that are made operands before h is there, for a single token."""
+    packed: bool = False
+    """Whether codes are read from copies that `tile_pack` made."""
 
     @property
     def threads(self):

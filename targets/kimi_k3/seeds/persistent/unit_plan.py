@@ -30,12 +30,13 @@ class DecodeOp(Op):
     """`Op` of the decode step. units: experts as `units` has them, else as `moe_experts`. shared_first: with them, both
     halves of the shared expert come before the experts, else the second between theirs. router_first: with them, the
     router's rows are a matrix of their own before the latent's, so that the choice is known earlier. twos: stages of
-    two wide rows that a warp sums up together."""
+    two wide rows that a warp sums up together. packed: codes of the units come from copies that `tile_pack` made."""
 
     units: bool = False
     shared_first: bool = False
     router_first: bool = False
     twos: int = 1
+    packed: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -53,7 +54,9 @@ class DecodeOp(Op):
 
     @property
     def tile(self):
-        return Units(self.d, self.ctas, self.warps, 0, self.spin, ring=self.stage)
+        return Units(
+            self.d, self.ctas, self.warps, 0, self.spin, packed=self.packed, ring=self.stage
+        )
 
     @property
     def block(self):

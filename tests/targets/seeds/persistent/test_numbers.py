@@ -82,14 +82,17 @@ def test_several_tokens_two_steps_in_a_row(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "ctas"), [(1, 4), (8, 8), (2, 16)])
-def test_tiles_of_the_latent_moe(compiler: CompileClient, rows: int, ctas: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "ctas", "packed"), [(1, 4, 1), (1, 4, 0), (8, 8, 1), (8, 4, 0), (2, 16, 1)]
+)
+def test_tiles_of_the_latent_moe(
+    compiler: CompileClient, rows: int, ctas: int, packed: int
+) -> None:
     """One token has boxes without fences and a warp that routes; several share experts, and each its own routing. Eight
-    CTAs have two tiles of w2 each, which warps take by turns.
+    CTAs have two tiles of w2 each, which warps take by turns. Codes lie as they are or as `prepare` packs them.
     """
-    case = Case(
-        "latent-moe", rows=rows, preset="tiny-tp2", layers=3, steps=2, tunables={"ctas": ctas}
-    )
+    tunables = {"ctas": ctas, "packed": packed}
+    case = Case("latent-moe", rows, "tiny-tp2", layers=3, steps=2, tunables=tunables)
     artifact = built(compiler, case, "latent-moe-tiles")
     verify(artifact, case)
     ptx = artifact.step.ptx
