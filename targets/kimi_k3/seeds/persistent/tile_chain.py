@@ -3,8 +3,8 @@
 A producer warp per CTA copies tiles of sixteen (or eight) weight rows, a slice of their columns a stage, into a ring
 of shared memory, across instances and edges. A stage feeds tensor cores as it lies there: rows of weights are rows of
 an MMA, tokens its columns, so that one instruction stream serves 1 to 8 tokens. Every warp has a share of the columns
-for whole phases and keeps its part of x in registers. MXFP4 codes become bf16 in registers, exactly,
-with `packed` from copies whose bits lie better (`tile_pack`: 1.85 GB more a layer at tp8).
+for whole phases and keeps its part of x in registers. MXFP4 codes become bf16 in registers, exactly, with `packed` from
+copies whose bits lie better (`tile_pack`): 1.85 GB more a layer at tp8, for up to 16 layers.
 
 For several tokens it is not proven: two instances were flaky on an H200 until stages were given back behind a fence,
 and since then no judge has seen it on one (docs/kernels-log.md, L17 to L19). One token passed.
