@@ -17,8 +17,8 @@ CODE_PACKERS = 256
 CODE_CTAS = 8
 """CTAs that pack a matrix. Few, since all matrices are packed by one launch, whose warps a race check counts."""
 MOST_COPIES = 28 << 30
-"""Bytes of copies, else there are none: 16 layers at tp8. A judge keeps weights once and scratch of the candidate, of an
-incumbent and of its twin, so that memory holds the codes four times: 123 of 141 GB then."""
+"""Bytes of copies, else there are none: 16 layers at tp8. A judge keeps weights once and scratch of the candidate, of
+an incumbent and of its twin, so that memory holds the codes four times: 123 of 141 GB then."""
 
 
 def code_words(dims):
