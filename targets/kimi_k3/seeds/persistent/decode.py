@@ -63,7 +63,7 @@ TUNABLES = {
     "units": (1, 0),
     "shared_first": (0, 1),
     "router_first": (1, 0),
-    "packed": (1, 0),
+    "packed": (0, 1),
     "couples": (2, 1),
     "idle": (0, 1, 2),
     "bank": (0, 1),

@@ -20,7 +20,7 @@ from tests.targets.seeds.persistent.test_numbers import built, verify
     [
         {"preset": "tiny-tp2", "units": 0, "couples": 1, "bank": 1, "burst": 0},
         {"preset": "tiny-tp2", "stage_bytes": 2560, "in_flight": 2, "hungry": 4, "router_first": 0},
-        {"stage_bytes": 2560, "ctas": 8, "twos": 1, "burst": 3, "packed": 0},
+        {"stage_bytes": 2560, "ctas": 8, "twos": 1, "burst": 3, "packed": 1},
         {"stage_bytes": 4096, "ctas": 8},
     ],
     ids=["all warps choose", "stages of two rows", "one stage at a time", "eight CTAs"],
