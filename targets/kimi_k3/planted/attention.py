@@ -120,7 +120,7 @@ def mla() -> list[Planted]:
         bug("mla", "barrier", "no-barrier-before-next-tile", "the next tile overwrites one that is still read",
             ("        sum_tile(sP, sTile, sAlpha, rC, op)\n        cute.arch.sync_threads()\n",
              "        sum_tile(sP, sTile, sAlpha, rC, op)\n"),
-            options=_LONG, tunables={"kv_splits": 16, "mla_warps": 4}, expect=RACY),
+            options=_LONG, tunables={"kv_splits": 16, "mla_warps": 4}, expect=RACY, finding="racecheck"),
         bug("mla", "context", "sums-not-rescaled", "older sums keep their scale when the maximum grows",
             ("            rC[i, n] = rC[i, n] * sAlpha[g + i // 2 * 8]\n", "            rC[i, n] = rC[i, n] * 1.0\n"),
             options=_LONG, tunables={"kv_splits": 16, "mla_warps": 4}),
