@@ -18,6 +18,8 @@ from sandbox.strict import Malformed
 from sandbox.verdict import Verdict, from_json
 
 MAX_VERDICT_BYTES = 32 << 20
+MARKED = "timeline"
+"""In names: of a build with marks beside its artifact."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class FolderJudge:
         """Raises Waiting until the verdict was recorded."""
         sha = job.artifact.name
         against = job.incumbent.name if job.incumbent else "nothing"
+        if job.timeline is not None:
+            against = MARKED
         name = f"{sha}-{job.tier}-{against}.json"
         found = read_json(self.files.folder / "imported" / name)
         if found is not None:
@@ -40,20 +44,27 @@ class FolderJudge:
                 "artifact": str(job.artifact), "sha256": sha, "tier": str(job.tier),
                 "target": job.target, "device": job.device, "options": dict(job.options),
                 "incumbent": str(job.incumbent) if job.incumbent else None,
+                "timeline": str(job.timeline) if job.timeline else None,
                 "compile_isolation": dict(job.compile_isolation),
             },
         )  # fmt: skip
         flag = f" --against {job.incumbent}" if job.incumbent else ""
+        flag += f" --timeline {job.timeline}" if job.timeline else ""
         flag += f" --target {job.target}" if ".py:" in job.target else ""
         jail = job.compile_isolation.get("tier", "none")
         raise Waiting(
             f"judge it on the other host: kernelgen judge {job.artifact} --tier {job.tier} --device "
             f"{job.device}{flag} --jail {jail} -o DIR; then here: kernelgen record "
-            f"{self.files.folder.name} DIR/{sha}-{job.tier}.json"
+            f"{self.files.folder.name} DIR/{verdict_name(sha, str(job.tier), job.timeline is not None)}"
         )
 
     def close(self) -> None:
         return None
+
+
+def verdict_name(artifact: str, tier: str, marked: bool) -> str:
+    """The file that `kernelgen judge -o` writes: a look at the build with marks does not replace the judgement."""
+    return f"{artifact}-{tier}{'-' + MARKED if marked else ''}.json"
 
 
 def requests(files: RunFiles) -> Path:
@@ -76,11 +87,14 @@ def accept(files: RunFiles, verdict: Verdict) -> bool:
     mismatch.
     """
     taken = False
+    marked = "compare" in verdict.seconds  # only who runs both builds compares them
     for path in sorted(requests(files).glob(f"{verdict.artifact}-{verdict.tier}-*.json")):
         imported = files.folder / "imported" / path.name
         if imported.exists():
             continue
         request: Any = read_json(path)
+        if marked != path.stem.endswith(f"-{MARKED}"):
+            continue
         kind = request["device"].partition(":")[0]
         pairs = (
             ("target", verdict.target, request["target"]),

@@ -13,6 +13,7 @@ from agent import record as writer
 from agent.commands import common
 from agent.commands.evaluate import TIERS
 from agent.config import deadline
+from agent.elsewhere import verdict_name
 from agent.store import Queries
 from agent.store.store import JudgedRow
 from agent.views import verdict_lines
@@ -35,6 +36,9 @@ from sandbox.verdict import Status, Tier, Verdict
 @common.kind_option
 @click.option("--against", type=click.Path(exists=True, file_okay=False, path_type=Path), default=None,
               help="An incumbent's artifact to be timed against.")  # fmt: skip
+@click.option("--timeline", type=click.Path(exists=True, file_okay=False, path_type=Path), default=None,
+              help="A build of the one artifact with marks: nothing is judged, both are run and compared, and the "
+                   "waterfall comes out.")  # fmt: skip
 @click.option(
     "--jail",
     default="",
@@ -98,6 +102,8 @@ def judge(folders: tuple[Path, ...], **asked: Any) -> int:
         return self_test(asked)
     from agent.services import Wanted, judging
 
+    if asked["timeline"] and (len(folders) > 1 or asked["against"]):
+        raise common.Usage("--timeline looks at one artifact, against none")
     common.check_workers(asked, asked["device"])
     jobs = [_job(folder, asked) for folder in folders]
     verdicts: list[Verdict] = []
@@ -108,7 +114,9 @@ def judge(folders: tuple[Path, ...], **asked: Any) -> int:
             verdicts.append(verdict)
             if asked["output"]:
                 text = json.dumps(verdict.to_json(), indent=1, sort_keys=True, allow_nan=False)
-                name = f"{verdict.artifact}-{verdict.tier}.json"
+                name = verdict_name(
+                    verdict.artifact, str(verdict.tier), asked["timeline"] is not None
+                )
                 write_bytes(asked["output"] / name, text.encode())
             if not asked["as_json"]:
                 click.echo("\n".join(verdict_lines(job.artifact.name[:16], verdict)))
@@ -125,15 +133,17 @@ def _job(folder: Path, asked: dict[str, Any]) -> JudgeJob:
         options = offline.options_of(artifact)
     except Malformed as error:
         raise Malformed(f"{folder}:", f"{error}{_inside(folder)}") from error
-    if asked["against"] is not None:
-        try:
-            artifact_store.load(asked["against"])
-        except Malformed as error:
-            raise Malformed(f"{asked['against']}:", str(error)) from error
+    for other in ("against", "timeline"):
+        if asked[other] is not None:
+            try:
+                artifact_store.load(asked[other])
+            except Malformed as error:
+                raise Malformed(f"{asked[other]}:", str(error)) from error
     return JudgeJob(
         artifact=folder.resolve(), target=artifact.target, options=offline.options_json(options),
         device=asked["device"], tier=Tier(asked["tier"]),
         incumbent=asked["against"].resolve() if asked["against"] else None,
+        timeline=asked["timeline"].resolve() if asked["timeline"] else None,
         deadline_s=deadline(Tier(asked["tier"]), asked["deadline"], asked["device"]),
         compile_isolation={"tier": asked["jail"]} if asked["jail"] else {},
     )  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 from agent import fakes
 from agent.elsewhere import FolderJudge, accept, read_verdict
 from agent.fakes import kernel
+from agent.models.base import Waiting
 from agent.models.external import External, offer
 from agent.models.replay import Replay
 from agent.models.scripted import ScriptedProposer
@@ -227,3 +228,20 @@ def test_a_malformed_verdict_file_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(Malformed):
         read_verdict(path)
+
+
+def test_a_look_at_the_build_with_marks_is_asked_for_and_taken_apart_from_the_judgement(
+    kit: Any,
+) -> None:
+    run = Elsewhere(kit)
+    run.go()
+    job = run.request()
+    assert accept(run.files, fakes.FakeJudge().judge(job))
+    marked = replace(job, timeline=job.artifact)
+    with pytest.raises(Waiting, match=f"--timeline {job.artifact} .*-screen-timeline.json"):
+        FolderJudge(run.files).judge(marked)
+    judged = fakes.FakeJudge().judge(job)
+    assert not accept(run.files, judged)
+    seen = replace(judged, seconds={"compare": 0.1, "timeline": 0.2})
+    assert accept(run.files, seen)
+    assert FolderJudge(run.files).judge(marked).seconds == seen.seconds
