@@ -14,9 +14,7 @@ _ARRIVE = '    """All that this CTA\'s consumers wrote is visible to who waits f
 _EDGE = '    timeline.mark(c.track, "edge sums", layer, kind="edge")\n'
 _EMPTY = "    empty_sums(c, turn, op)\n"
 _WAIT = "    wait(c, edge, op, acquire=False, missing=op.missing)\n"
-_LOOK = (
-    "                insist(sums + Int64(s) * (4 * d.mla_heads * d.kv_lora), rX[None, k], 4, op)\n"
-)
+_LOOK = "                insist(sums + Int64(s) * apart, rX[None, k], op.sums_size, op)\n"
 
 _ROUTED = (
     "            if part == {part}:\n"

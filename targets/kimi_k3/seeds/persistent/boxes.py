@@ -74,11 +74,23 @@ def send_some(here: Int64, r: cute.Tensor, n: cutlass.Constexpr):
 
 
 @cute.jit
-def empty_some(there: Int64, n: cutlass.Constexpr):
-    """n = 2 or 4 f32 of a box are emptied."""
-    size = ".v" + str(n)
+def send_words(here: Int64, r: cute.Tensor, n: cutlass.Constexpr):
+    """As `send_some`: n = 1, 2 or 4 words, two bf16 or f16 each."""
+    size = ".v" + str(n) if n > 1 else ""
+    value = registers(n, 1, 1) if n > 1 else "{$r1}"
     cute.arch.inline_ptx(
-        f"st.relaxed.gpu.global{size}.b32 [{{$r0}}], {registers(n, 1, 0)};",
+        f"st.relaxed.gpu.global{size}.b32 [{{$r0}}], {value};",
+        read_only_args=[here, *(r[k] for k in range(n))],
+    )
+
+
+@cute.jit
+def empty_some(there: Int64, n: cutlass.Constexpr):
+    """n = 1, 2 or 4 words of a box are emptied."""
+    size = ".v" + str(n) if n > 1 else ""
+    value = registers(n, 1, 0) if n > 1 else "{$r1}"
+    cute.arch.inline_ptx(
+        f"st.relaxed.gpu.global{size}.b32 [{{$r0}}], {value};",
         read_only_args=[there, Uint32(0xFFFFFFFF)],
     )
 

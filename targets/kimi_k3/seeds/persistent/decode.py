@@ -67,6 +67,9 @@ TUNABLES = {
     "couples": (2, 1),
     "idle": (0, 1, 2),
     "bank": (0, 1),
+    "narrow": (1, 0),
+    "spread": (1, 0),
+    "brisk": (1, 0),
     "missing": (0, 4, 16, 64),
     "jitter": (0, 16384),
     "spin_limit": (0, 2000000, 200000),
@@ -229,6 +232,9 @@ def shape(dims, cfg):
             shared_first=bool(cfg.shared_first),
             router_first=bool(cfg.router_first) and units,
             packed=bool(cfg.packed) and units and "E" in dims.ffn and copies_fit(dims),
+            narrow=bool(cfg.narrow),
+            spread=bool(cfg.spread),
+            brisk=bool(cfg.brisk),
         )
         if used(op) <= SHARED_MEMORY:
             return op

@@ -28,10 +28,10 @@ from targets.kimi_k3.seeds.persistent.edges import hint, wait
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.mla_attend import attend, empty_sums
 from targets.kimi_k3.seeds.persistent.mla_cache import Cache, entry, load_mail, new_row, orphan
-from targets.kimi_k3.seeds.persistent.mla_query import absorb, load_head, load_uk
+from targets.kimi_k3.seeds.persistent.mla_query import absorb, load_head, load_uk, post_sums
 from targets.kimi_k3.seeds.persistent.moe_route import insist_word, peek_word
 from targets.kimi_k3.seeds.persistent.products import drain, gathered
-from targets.kimi_k3.seeds.persistent.stages import most, share
+from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.vectors import load_norm, normalise
 
 
@@ -39,49 +39,70 @@ from targets.kimi_k3.seeds.persistent.vectors import load_norm, normalise
 def join(c: Ctx, turn: Int32, cache: Cache, op: cutlass.Constexpr):
     """Box lat = bf(sum over CTAs of weight * sum) of this CTA's head and columns."""
     d = op.d
-    vectors = most(d.kv_lora // 4, op.slices)
-    groups = op.threads // vectors
+    each = 16 // op.sums_size
+    vectors, groups, pitch = op.groups_of(each)
     turns = -(-op.ctas // groups)
     head = c.cta // op.slices
-    first, n = share(d.kv_lora // 4, c.cta % op.slices, op.slices)
+    first, n = share(d.kv_lora // each, c.cta % op.slices, op.slices)
+    apart = op.sums_size * d.mla_heads * d.kv_lora
     parts = cache.pages if cache.pages < op.ctas else Int32(op.ctas)
     sW = view(c, Float32, 0, op.ctas)
-    sPart = view(c, Float32, -(-4 * op.ctas // 16) * 16, groups * vectors * 4)
+    sPart = view(c, Float32, -(-4 * op.ctas // 16) * 16, groups * pitch)
     v, group = c.tid % vectors, c.tid // vectors
     rX = cute.make_rmem_tensor(cute.make_layout((4, turns)), Uint32)
-    rS = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rS = cute.make_rmem_tensor(cute.make_layout((each,)), Float32)
     rS.fill(0.0)
-    sums = box(c, "sums", turn, op) + Int64(head * (d.kv_lora // 4) + first + v) * 16
+    sums = box(c, "sums", turn, op) + Int64(head * (d.kv_lora // each) + first + v) * 16
     mine = head < d.mla_heads and group < groups and v < n
     if head < d.mla_heads:
         for k in cutlass.range_constexpr(turns):
             s = group + k * groups
             if mine and s < parts:
-                peek(sums + Int64(s) * (4 * d.mla_heads * d.kv_lora), rX[None, k])
+                peek(sums + Int64(s) * apart, rX[None, k])
         if c.warp == 0:
             weights_of(c, head, parts, sW, turn, op)
         consumers(op)
         for k in cutlass.range_constexpr(turns):
             s = group + k * groups
             if mine and s < parts:
-                insist(sums + Int64(s) * (4 * d.mla_heads * d.kv_lora), rX[None, k], 4, op)
+                insist(sums + Int64(s) * apart, rX[None, k], op.sums_size, op)
                 for e in cutlass.range_constexpr(4):
-                    rS[e] = rS[e] + rX[e, k].bitcast(Float32) * sW[s]
+                    if cutlass.const_expr(op.narrow):
+                        x, y = unpack_f16(rX[e, k])
+                        rS[2 * e] = rS[2 * e] + x * sW[s]
+                        rS[2 * e + 1] = rS[2 * e + 1] + y * sW[s]
+                    else:
+                        rS[e] = rS[e] + rX[e, k].bitcast(Float32) * sW[s]
         if group < groups:
-            cute.autovec_copy(rS, cute.local_tile(sPart, (4,), (group * vectors + v,)))
+            place = (group * pitch + v * each) // 4
+            for k in cutlass.range_constexpr(each // 4):
+                part = cute.local_tile(rS, (4,), (k,))
+                cute.autovec_copy(part, cute.local_tile(sPart, (4,), (place + k,)))
         consumers(op)
-        for i in cutlass.range(c.tid, 4 * n, op.threads, unroll=1):
-            total = Float32(0.0)
-            for k in cutlass.range(groups, unroll=8):
-                total += sPart[k * vectors * 4 + i]
-            post(c, "lat", turn, head * d.kv_lora + 4 * first + i, total, op)
+        place = (head * d.kv_lora + each * first, each * n)
+        post_sums(c, "lat", turn, place, sPart, (groups, pitch), op)
+
+
+@cute.jit
+def unpack_f16(pair: Uint32):
+    """The f16 in bits 0..15 and that in bits 16..31, as f32."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .f16 x, y;
+        mov.b32 {x, y}, {$r0};
+        cvt.f32.f16 {$w0}, x;
+        cvt.f32.f16 {$w1}, y;
+        }""",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
+    )
 
 
 @cute.jit
 def weights_of(
     c: Ctx, head: Int32, parts: Int32, sW: cute.Tensor, turn: Int32, op: cutlass.Constexpr
 ):
-    """sW[s] = the weight of CTA s's sums of a head; by one warp."""
+    """sW[s] = the weight of CTA s's sums of a head, or of what its pages attend to (`narrow`); by one warp."""
     d = op.d
     turns = -(-op.ctas // 32)
     stats = box(c, "stats", turn, op) + Int64(head) * 8
@@ -106,9 +127,11 @@ def weights_of(
             rS[0, k] = cute.math.exp(rS[0, k] - top)
             total += rS[0, k] * rS[1, k]
     total = lanes_sum(total, 32)
+    weight = cute.arch.rcp_approx(total)
     for k in cutlass.range_constexpr(turns):
         if c.lane + 32 * k < parts:
-            sW[c.lane + 32 * k] = rS[0, k] / total
+            x = rS[0, k] * rS[1, k] if cutlass.const_expr(op.narrow) else rS[0, k]
+            sW[c.lane + 32 * k] = x * weight
 
 
 @cute.jit

@@ -114,7 +114,7 @@ class Op:
             h = d.mla_heads
             wanted += [
                 ("a", 2, d.a_proj_rows), ("q", 2, h * (d.qk_nope + d.qk_rope)), ("query", 2, h * d.kv_dim),
-                ("stats", 4, self.ctas * h * 2), ("sums", 4, self.ctas * h * d.kv_lora), ("lat", 2, h * d.kv_lora),
+                ("stats", 4, self.ctas * h * 2), ("sums", self.sums_size, self.ctas * h * d.kv_lora), ("lat", 2, h * d.kv_lora),
                 ("out", 2, d.mla_dim),
             ]  # fmt: skip
         if "E" in d.ffn:
@@ -136,6 +136,11 @@ class Op:
     @staticmethod
     def box_bytes(size, n):
         return -(-size * n // 128) * 128
+
+    @property
+    def sums_size(self):
+        """Bytes of an element of MLA's sums."""
+        return 4
 
     @property
     def fresh_at(self):

@@ -30,13 +30,19 @@ class DecodeOp(Op):
     """`Op` of the decode step. units: experts as `units` has them, else as `moe_experts`. shared_first: with them, both
     halves of the shared expert come before the experts, else the second between theirs. router_first: with them, the
     router's rows are a matrix of their own before the latent's, so that the choice is known earlier. twos: stages of
-    two wide rows that a warp sums up together. packed: codes of the units come from copies that `tile_pack` made."""
+    two wide rows that a warp sums up together. packed: codes of the units come from copies that `tile_pack` made.
+    narrow: CTAs send their pages' attention as it is, in f16, else its sums in f32. spread: eight lanes share a column
+    of sums over groups of threads, else one thread has it. brisk: scores in two chains of products, a barrier less a
+    page."""
 
     units: bool = False
     shared_first: bool = False
     router_first: bool = False
     twos: int = 1
     packed: bool = False
+    narrow: bool = False
+    spread: bool = False
+    brisk: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -71,6 +77,20 @@ class DecodeOp(Op):
         return max(rows, 16 * self.tile.held, 16 * self.tile.down_tiles)
 
     @property
+    def sums_size(self):
+        return 2 if self.narrow else 4
+
+    def groups_of(self, each):
+        """(vectors, groups, floats from one group's sums to the next's) where a thread has `each` of a CTA's columns of
+        the latent. With `spread` eight rows of sums are in different banks."""
+        vectors = most(self.d.kv_lora // each, self.slices)
+        return vectors, self.threads // vectors, each * vectors + (4 if self.spread else 0)
+
+    def sums_bytes(self, each):
+        _, groups, pitch = self.groups_of(each)
+        return 4 * groups * pitch
+
+    @property
     def choice_at(self):
         """Where in the pool the choosing warp's scratch is: behind the latent, which is there at the same time."""
         return -(-2 * self.d.latent // 128) * 128
@@ -78,6 +98,9 @@ class DecodeOp(Op):
     @property
     def pool(self):
         size = Op.pool.fget(self)
+        if "M" in self.d.attn:
+            join = 4 * self.ctas + 16 + self.sums_bytes(8 if self.narrow else 4)
+            size = max(size, join, self.new_bytes + self.head_bytes + self.sums_bytes(8))
         if not self.units or "E" not in self.d.ffn:
             return size
         return -(-max(size, self.choice_at + 128 + 10 * self.d.experts) // 16) * 16
