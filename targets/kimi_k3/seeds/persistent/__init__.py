@@ -7,6 +7,7 @@ it from. Nothing here imports CuTe DSL.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +16,15 @@ from pathlib import Path
 _PACKAGE = "targets.kimi_k3.seeds."
 _ENTRIES = {
     "decode": "persistent.decode",
+    "decode-rows": "persistent.many_decode",
     "latent-moe-tiles": "persistent.tile_chain",
     "latent-moe": "persistent.moe_chain",
     "kda": "persistent.kda_chain",
 }
 _INSTEAD = {"decode": {"common": "persistent.brief"}}
 """By part: modules whose definitions stand in for those of the same names in another."""
+_RENAMED = {"decode-rows": {("persistent.mla_attend", "weigh"): "weigh_values"}}
+"""By part: names that two of its modules have, and what one of them is called there."""
 _CANDIDATE = ("TUNABLES", "workspace", "constants", "prepare", "step")
 
 
@@ -63,6 +67,8 @@ def source(part: str = "decode") -> str:
             todo += [(module, x) for x in found.mentions]
         elif not found and name in _module(module).inner:
             todo.append((_module(module).inner[name], name))
+    kept = {m: [d for d in _module(m).definitions if d in found] for m, found in kept.items()}
+    kept = _renamed(kept, _RENAMED.get(part, {}))
     _refuse_twice(d for found in kept.values() for d in found)
     sections = [_section(m, found) for m, found in kept.items() if found]
     return "\n\n".join([f'"""{_module(entry).doc}"""', _imports(kept), *sections]) + "\n"
@@ -76,6 +82,26 @@ def _order(module: str, done: list[str]) -> list[str]:
     if module not in done:
         done.append(module)
     return done
+
+
+def _renamed(
+    kept: Mapping[str, list[_Definition]], names: Mapping[tuple[str, str], str]
+) -> dict[str, list[_Definition]]:
+    """Functions of `names` under their new names, where they are defined and where they are called."""
+    out = {}
+    for module, found in kept.items():
+        inner = _module(module).inner
+        here = {old: new for (origin, old), new in names.items() if inner.get(old, module) == origin}
+        out[module] = [_called(d, here) for d in found] if here else found
+    return out
+
+
+def _called(d: _Definition, names: Mapping[str, str]) -> _Definition:
+    text = list(d.text)
+    for old, new in names.items():
+        text = [re.sub(rf"(?<![.\w]){old}(?=\()", new, line) for line in text]
+    swap = [names.get(x, x) for x in d.names]
+    return _Definition(tuple(text), tuple(swap), frozenset(names.get(x, x) for x in d.mentions))
 
 
 def _refuse_twice(definitions: Iterable[_Definition]) -> None:
@@ -132,9 +158,8 @@ def _mentions(node: ast.stmt) -> frozenset[str]:
 def _section(name: str, found: Sequence[_Definition]) -> str:
     module = _module(name)
     lines = [f"# ---- {name.rpartition('.')[2]}: {module.doc.splitlines()[0]}"]
-    for d in module.definitions:
-        if d in found:
-            lines += ["", *d.text]
+    for d in found:
+        lines += ["", *d.text]
     return "\n".join(lines)
 
 

@@ -107,33 +107,37 @@ def copy(target: Int32, source: Int64, size: Int32, bar: cute.Pointer):
 
 @cute.jit
 def bring_taps(c: Ctx, taps: Taps, op: cutlass.Constexpr):
-    """By a warp of its own: taps and weights of instance after instance, each as soon as the last ones are used up.
-    A copy is a part (q, k, v) of a tap of a token; the last three are weights.
-    """
-    d, pitch = op.d, pitch_of(op)
+    """By a warp of its own: taps and weights of instance after instance, each as soon as the last ones are used up."""
     s = seat(c, op)
     if s.head >= 0:
-        wide, base = Int32(2 * window(op)), window_first(s, op)
-        size = d.rows * 3 * pitch * 2 + (2 * HEAD + s.count) * 16
-        for layer in cutlass.range(d.layers, unroll=1):
+        for layer in cutlass.range(op.d.layers, unroll=1):
             if layer > 0:
                 cute.arch.mbarrier_wait(taps.empty, (layer - 1) & 1)
-            if c.lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(taps.full, size)
-            cute.arch.sync_warp()
-            for i in cutlass.range(c.lane, 9 * d.rows, 32, unroll=1):
-                row, part = i // 3, i % 3
-                channel = part * d.kda_dim + s.head * HEAD + (base if part == 2 else Int32(0))
-                source = taps_at(c, layer, slot_of(c, row // 3), op)
-                source += Int64(2 * (row % 3 * (3 * d.kda_dim) + channel))
-                target = Int32(taps.taps.iterator.toint()) + 2 * (row * pitch + part * HEAD)
-                copy(target, source, wide if part == 2 else Int32(2 * HEAD), taps.full)
-            if c.lane < 3:
-                channel = c.lane * d.kda_dim + s.head * HEAD
-                channel += s.first if c.lane == 2 else Int32(0)
-                source = field(c, layer, F["conv"], COUNT) + Int64(16 * channel)
-                target = Int32(taps.weights.iterator.toint()) + c.lane * (16 * HEAD)
-                copy(target, source, 16 * s.count if c.lane == 2 else Int32(16 * HEAD), taps.full)
+            copy_taps(c, taps, layer, s, op)
+
+
+@cute.jit
+def copy_taps(c: Ctx, taps: Taps, layer: Int32, s: Seat, op: cutlass.Constexpr):
+    """A copy is a part (q, k, v) of a tap of a token; the last three are weights."""
+    d, pitch = op.d, pitch_of(op)
+    wide, base = Int32(2 * window(op)), window_first(s, op)
+    size = d.rows * 3 * pitch * 2 + (2 * HEAD + s.count) * 16
+    if c.lane == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(taps.full, size)
+    cute.arch.sync_warp()
+    for i in cutlass.range(c.lane, 9 * d.rows, 32, unroll=1):
+        row, part = i // 3, i % 3
+        channel = part * d.kda_dim + s.head * HEAD + (base if part == 2 else Int32(0))
+        source = taps_at(c, layer, slot_of(c, row // 3), op)
+        source += Int64(2 * (row % 3 * (3 * d.kda_dim) + channel))
+        target = Int32(taps.taps.iterator.toint()) + 2 * (row * pitch + part * HEAD)
+        copy(target, source, wide if part == 2 else Int32(2 * HEAD), taps.full)
+    if c.lane < 3:
+        channel = c.lane * d.kda_dim + s.head * HEAD
+        channel += s.first if c.lane == 2 else Int32(0)
+        source = field(c, layer, F["conv"], COUNT) + Int64(16 * channel)
+        target = Int32(taps.weights.iterator.toint()) + c.lane * (16 * HEAD)
+        copy(target, source, 16 * s.count if c.lane == 2 else Int32(16 * HEAD), taps.full)
 
 
 @cute.jit
