@@ -17,9 +17,9 @@ def tile_lists(op: TileOp, cta: int, wanted: int) -> Lists:
         if n > 0:
             edge += 1
             out.consume.append(("wait", "all", edge))
-        edge = _front(op, cta, n, out, edge)
-        edge = _experts(op, cta, (n, wanted), out, edge)
-        _tiles(
+        edge = front_of(op, cta, n, out, edge)
+        edge = experts_of(op, cta, (n, wanted), out, edge)
+        tiles_of(
             out,
             ("latent_up", n),
             op.tile(op.d.latent, 8),
@@ -30,7 +30,7 @@ def tile_lists(op: TileOp, cta: int, wanted: int) -> Lists:
     return out
 
 
-def _tiles(out: Lists, name: tuple[str, int], g: Tile, rows: int) -> None:
+def tiles_of(out: Lists, name: tuple[str, int], g: Tile, rows: int) -> None:
     for first in range(0, rows, g.height):
         for s in range(g.slices):
             _stage(out, (*name, first, s), min(g.height, rows - first) * g.piece)
@@ -41,12 +41,12 @@ def _stage(out: Lists, label: tuple[str, int, int, int], size: int) -> None:
     out.consume.append(("take", label))
 
 
-def _front(op: TileOp, cta: int, n: int, out: Lists, edge: int) -> int:
+def front_of(op: TileOp, cta: int, n: int, out: Lists, edge: int) -> int:
     d, g = op.d, op.ctas
-    _tiles(out, ("router", n), op.tile(d.hidden, 8), share(d.router_rows, cta, g)[1])
+    tiles_of(out, ("router", n), op.tile(d.hidden, 8), share(d.router_rows, cta, g)[1])
     out.consume.append(("arrive", "route"))
     rows = share(d.latent_rows, cta, g)[1] + 2 * share(d.shared_dim, cta, g)[1]
-    _tiles(out, ("front", n), op.tile(d.hidden, 8), rows)
+    tiles_of(out, ("front", n), op.tile(d.hidden, 8), rows)
     out.consume += [
         ("arrive", "all"),
         ("wait", "route", n + 1),
@@ -54,12 +54,12 @@ def _front(op: TileOp, cta: int, n: int, out: Lists, edge: int) -> int:
         ("wait", "all", edge + 1),
     ]
     for name, rows in (("shared_own", d.hidden_local), ("shared_sent", d.hidden - d.hidden_local)):
-        _tiles(out, (name, n), op.tile(d.shared_dim, 16), share(rows, cta, g)[1])
+        tiles_of(out, (name, n), op.tile(d.shared_dim, 16), share(rows, cta, g)[1])
     out.produce.append(("routed", n))
     return edge + 1
 
 
-def _experts(op: TileOp, cta: int, of: tuple[int, int], out: Lists, edge: int) -> int:
+def experts_of(op: TileOp, cta: int, of: tuple[int, int], out: Lists, edge: int) -> int:
     n, wanted = of
     first, units = share(wanted * op.up_units, cta, op.ctas)
     for u in range(first, first + units):

@@ -9,7 +9,7 @@ import pytest
 
 from targets.kimi_k3.seeds import persistent
 
-PARTS = ("decode", "latent-moe-tiles", "latent-moe", "kda")
+PARTS = ("decode", "decode-rows", "latent-moe-tiles", "latent-moe", "kda")
 
 
 def defined(tree: ast.Module) -> list[str]:
