@@ -7,13 +7,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from targets.kimi_k3.seeds.persistent.device import Ctx, field
-from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_MLA, F, vectors
+from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, IS_MLA, F, vectors
 from targets.kimi_k3.seeds.persistent.halves import Io
 from targets.kimi_k3.seeds.persistent.kda_bring import Taps, copy_taps, fill_states
 from targets.kimi_k3.seeds.persistent.kda_places import projected
 from targets.kimi_k3.seeds.persistent.kda_seat import seat
 from targets.kimi_k3.seeds.persistent.kda_sizes import state_stages
 from targets.kimi_k3.seeds.persistent.many_cache import fill_pages
+from targets.kimi_k3.seeds.persistent.many_dense import fill_dense_tokens
 from targets.kimi_k3.seeds.persistent.many_moe import fill_moe
 from targets.kimi_k3.seeds.persistent.many_rows import fill_matrix
 from targets.kimi_k3.seeds.persistent.many_setup import Requests
@@ -23,7 +24,7 @@ from targets.kimi_k3.seeds.persistent.tile_device import Tiles
 
 
 def small_of(dims):
-    """(field, lines of 128 bytes, kinds of layer) of what a layer's phases load without the ring; by tokens what comes
+    """(field, lines of 128 bytes, mask and value of the kinds of layer that have it) of what a layer's phases load without the ring; by tokens what comes
     from other ranks."""
     found = [x for x in vectors(dims) if "res_" not in x[0]]
     many = [(n, size * (dims.rows if n.startswith("remote") else 1), k) for n, size, k in found]
@@ -31,22 +32,22 @@ def small_of(dims):
         many.append(("f_b", 2 * dims.kda_dim * dims.f_rank, "K"))
     if "M" in dims.attn:
         many.append(("w_uk", 2 * dims.mla_heads * dims.qk_nope * dims.kv_lora, "M"))
-    return [(F[n], -(-size // 128), k) for n, size, k in many]
+    kinds = {"K": (IS_MLA, 0), "M": (IS_MLA, IS_MLA), "E": (IS_DENSE, 0), "KM": (0, 0)}
+    return [(F[n], -(-size // 128), *kinds[k]) for n, size, k in many]
 
 
 @cute.jit
 def fetch_small(c: Ctx, layer: Int32, io: Io, op: cutlass.Constexpr):
     """Small things of a layer into L2, each CTA its lines: otherwise their first use costs a trip to memory."""
-    mla = Int32(field(c, layer, F["kind"], COUNT)) & IS_MLA
+    what = Int32(field(c, layer, F["kind"], COUNT))
     lines = 2 * op.d.hidden // 32
     first, n = share(lines, c.cta, op.ctas)
     if c.lane == 0:
         to_l2(io.weigh.iterator.toint() + Int64(layer * lines + first) * 128, n * 128)
     found = small_of(op.d)
     for k in cutlass.range_constexpr(len(found)):
-        index, lines, kinds = found[k]
-        wanted = True if cutlass.const_expr(kinds in ("KM", "E")) else mla == (IS_MLA if kinds == "M" else 0)
-        if wanted:
+        index, lines, mask, value = found[k]
+        if what & mask == value:
             start = c.tab[layer * COUNT + index]
             for line in cutlass.range(c.cta + c.lane * op.ctas, lines, 32 * op.ctas, unroll=1):
                 cute.arch.inline_ptx(
@@ -105,15 +106,20 @@ def produce_tokens(c: Ctx, t: Tiles, io: Io, r: Any, op: cutlass.Constexpr):
     for layer in cutlass.range(d.layers, unroll=1):
         if layer + 1 < d.layers:
             fetch_small(c, layer + 1, io, op)
-        mla = Int32(field(c, layer, F["kind"], COUNT)) & IS_MLA
+        what = Int32(field(c, layer, F["kind"], COUNT))
         if cutlass.const_expr("K" in d.attn):
-            if mla == 0:
+            if what & IS_MLA == 0:
                 it = fill_kda_tokens(c, layer, it, op)
         if cutlass.const_expr("M" in d.attn):
-            if mla != 0:
+            if what & IS_MLA != 0:
                 it = fill_mla_tokens(c, layer, it, r, op)
-        it = fill_moe(t, layer, it, routed, op)
-        routed += 1
+        if cutlass.const_expr("D" in d.ffn):
+            if what & IS_DENSE != 0:
+                it = fill_dense_tokens(c, layer, it, op)
+        if cutlass.const_expr("E" in d.ffn):
+            if what & IS_DENSE == 0:
+                it = fill_moe(t, layer, it, routed, op)
+                routed += 1
 
 
 @cute.jit

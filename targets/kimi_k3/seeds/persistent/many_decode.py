@@ -23,11 +23,12 @@ from targets.kimi_k3.seeds.common import smem
 from targets.kimi_k3.seeds.persistent.boxes import box
 from targets.kimi_k3.seeds.persistent.device import Ctx, at, field
 from targets.kimi_k3.seeds.persistent.edges import arrive, hint, leave, wait
-from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_MLA, F, kind, layer_tensors, table
+from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, IS_MLA, F, kind, layer_tensors, table
 from targets.kimi_k3.seeds.persistent.halves import Io, half
 from targets.kimi_k3.seeds.persistent.kda_bring import open_rows
 from targets.kimi_k3.seeds.persistent.kda_taps import move_taps
 from targets.kimi_k3.seeds.persistent.many_bring import bring_all_taps, produce_tokens
+from targets.kimi_k3.seeds.persistent.many_dense import dense_tokens
 from targets.kimi_k3.seeds.persistent.many_kda import kda_tokens, out_tokens, pass_taps
 from targets.kimi_k3.seeds.persistent.many_mix import (
     add_token,
@@ -94,7 +95,9 @@ def consume_tokens(c: Ctx, t: Tiles, io: Io, own: Int64, given: tuple, op: cutla
         if step > 0:
             edge += 1
             timeline.mark(c.track, "edge mix", h.layer, kind="edge")
-            if h.closing:
+            if cutlass.const_expr("D" in d.ffn):
+                wait(c, edge, op)
+            elif h.closing:
                 wait(c, edge, op)
             else:
                 wait(c, edge, op, acquire=False)
@@ -105,7 +108,8 @@ def consume_tokens(c: Ctx, t: Tiles, io: Io, own: Int64, given: tuple, op: cutla
         if h.closing:
             store_out(c, rX, io, op)
         else:
-            turn = step & 1
+            turn, release = step & 1, Boolean(False)
+            what = Int32(field(c, h.layer, F["kind"], COUNT))
             post_x(c, rX, turn, op)
             hint(c, op)
             edge += 1
@@ -117,15 +121,21 @@ def consume_tokens(c: Ctx, t: Tiles, io: Io, own: Int64, given: tuple, op: cutla
                 it, edge = attention_tokens(
                     c, t, h.layer, (kdas, mlas), (it, edge), rT, (taps, r), op
                 )
-                mla = Int32(field(c, h.layer, F["kind"], COUNT)) & IS_MLA
-                kdas += Int32(1) if mla == 0 else Int32(0)
-                mlas += Int32(1) if mla != 0 else Int32(0)
+                kdas += Int32(1) if what & IS_MLA == 0 else Int32(0)
+                mlas += Int32(1) if what & IS_MLA != 0 else Int32(0)
             else:
-                many = d.rows * d.topk
-                ids = at(Int32, io.ids.iterator.toint() + Int64(routed * many * 4), many)
-                it, edge = moe_tokens(c, t, h.layer, routed, (it, edge), rT, (ids, chosen), op)
-                routed += 1
-            if step + 1 == 2 * d.layers:
+                if cutlass.const_expr("D" in d.ffn):
+                    if what & IS_DENSE != 0:
+                        it, edge = dense_tokens(c, h.layer, (it, edge), rT, op)
+                        release = h.second
+                if cutlass.const_expr("E" in d.ffn):
+                    if what & IS_DENSE == 0:
+                        many = d.rows * d.topk
+                        ids = at(Int32, io.ids.iterator.toint() + Int64(routed * many * 4), many)
+                        given_ = (ids, chosen)
+                        it, edge = moe_tokens(c, t, h.layer, routed, (it, edge), rT, given_, op)
+                        routed += 1
+            if release or step + 1 == 2 * d.layers:
                 arrive(c, op)
             else:
                 hint(c, op)
@@ -206,7 +216,7 @@ def step(t, cfg, stream):
     io = Io(
         i.x0, i.delta if d.first else None, i.bank if d.first else None, i.slots if has_k else None,
         i.lengths if has_m else None, i.block_table if has_m else None, i.slot_mapping if has_m else None,
-        o.bank if d.bank_rows > d.bank_old else None, o.ids, o.prefix, o.out, t.weights.out_norm, w.weigh,
+        o.bank if d.bank_rows > d.bank_old else None, o.ids if "E" in d.ffn else None, o.prefix, o.out, t.weights.out_norm, w.weigh,
     )  # fmt: skip
     tokens_kernel(
         tensors, io, w.bank, w.mail, w.sync, timeline.buffer(t, cfg), names, op

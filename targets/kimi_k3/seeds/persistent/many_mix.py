@@ -12,7 +12,7 @@ from cutlass import Int32, Int64, Uint32
 from targets.kimi_k3.seeds.common import add_bf16x2
 from targets.kimi_k3.seeds.persistent.boxes import LAYERS, box, empty_some, insist, peek, turn_of
 from targets.kimi_k3.seeds.persistent.device import Ctx, field, vector, words_at
-from targets.kimi_k3.seeds.persistent.fields import COUNT, F
+from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, F
 from targets.kimi_k3.seeds.persistent.halves import Half, Io, keep_row, store_wide
 from targets.kimi_k3.seeds.persistent.mix import Banks, kept_at
 from targets.kimi_k3.seeds.persistent.stages import share
@@ -58,13 +58,20 @@ def add_token(c: Ctx, h: Half, routed: Int32, sP: cute.Tensor, io: Io, op: cutla
     start = box(c, "attn", turn_of(c, h.layer, LAYERS), op) + Int64(token) * (2 * op.pitch(d.hidden))
     own, others = Int32(g.vecs), Int64(0)
     if not h.second:
-        start = box(c, "delta", turn_of(c, routed - 1), op)
-        start += Int64(token) * (2 * op.pitch(d.hidden_local))
+        before = h.layer - 1 if h.layer > 0 else Int32(0)
+        what = Int32(field(c, before, F["kind"], COUNT))
+        if cutlass.const_expr("E" in d.ffn):
+            start = box(c, "delta", turn_of(c, routed - 1), op)
+            start += Int64(token) * (2 * op.pitch(d.hidden_local))
         own = Int32(d.hidden_local // 8)
-        if cutlass.const_expr(d.hidden_local < d.hidden):
-            before = h.layer - 1 if h.layer > 0 else Int32(0)
-            others = field(c, before, F["remote_delta"], COUNT)
-            others += Int64(token) * (2 * (d.hidden - d.hidden_local))
+        if cutlass.const_expr(d.hidden_local < d.hidden and "E" in d.ffn):
+            if h.step > 0 and what & IS_DENSE == 0:
+                others = field(c, before, F["remote_delta"], COUNT)
+                others += Int64(token) * (2 * (d.hidden - d.hidden_local))
+        if cutlass.const_expr("D" in d.ffn):
+            if what & IS_DENSE != 0:
+                start = box(c, "dense", Int32(0), op) + Int64(token) * (2 * op.pitch(d.hidden))
+                own = Int32(g.vecs)
     if h.step == 0:
         own = Int32(0)
         if cutlass.const_expr(d.first > 0):

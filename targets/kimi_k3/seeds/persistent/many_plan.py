@@ -35,6 +35,7 @@ class ManyTiles(TileOp):
         if "M" in d.attn:
             found += [self.tile(k, 8).bytes for k in (d.q_lora, d.kv_lora, d.mla_dim)]
             found.append(16 * d.kv_dim)
+        found += [self.tile(d.dense_dim, 8).bytes] if "D" in d.ffn else []
         return -(-max(found) // 128) * 128
 
     @property
@@ -43,6 +44,7 @@ class ManyTiles(TileOp):
         d, g = self.d, self.ctas
         rows = [most(d.hidden, g)]
         rows += [most(d.in_proj_rows, g)] if "K" in d.attn else []
+        rows += [2 * most(d.dense_dim, g)] if "D" in d.ffn else []
         if "M" in d.attn:
             rows += [most(d.a_proj_rows, g), most(d.mla_heads * (d.qk_nope + d.qk_rope), g)]
             rows.append(most(d.v_dim, max(1, g // max(d.kda_heads, d.mla_heads))))
@@ -95,6 +97,7 @@ class ManyOp(Op):
                 ("lat", 2, h * d.kv_lora), ("out", 2, d.mla_dim),
             ]  # fmt: skip
         wanted += [("delta", 2, d.hidden_local)] if "E" in d.ffn else []
+        wanted += [("hidden", 2, d.dense_dim), ("dense", 2, d.hidden)] if "D" in d.ffn else []
         sized = [(name, size, d.rows * self.pitch(n)) for name, size, n in wanted]
         if "M" in d.attn:
             each = self.pieces * d.mla_heads
@@ -178,8 +181,8 @@ def many_shape(dims, cfg):
     refuse_others_tiles(dims)
     if dims.gpus > 1:
         raise ValueError("this persistent kernel runs on one GPU")
-    if "D" in dims.ffn:
-        raise ValueError("this persistent kernel takes no layer with a dense FFN")
+    if "D" in dims.ffn and dims.dense_dim % 64:
+        raise ValueError("this persistent kernel takes whole 64 columns of the dense FFN")
     ctas = ctas_of(dims, cfg)
     stage = ManyTiles(dims, ctas, cfg.consumer_warps, 2, 0).stage
     for stages in (cfg.ring_stages,) if cfg.ring_stages else (7, 6, 5, 4, 3, 2):

@@ -19,7 +19,7 @@ from targets.kimi_k3.seeds.persistent.tile_schedule import experts_of, front_of,
 
 def many_lists(op: ManyOp, cta: int, lengths: Sequence[int], wanted: int) -> Lists:
     """Both lists of a CTA; lengths: tokens of each request, the new one counted; wanted: experts of every FFN."""
-    d, out, edge = op.d, Lists(), 0
+    d, out, edge, routed = op.d, Lists(), 0, 0
     for n, attn in enumerate(d.attn):
         if n > 0:
             edge += 1
@@ -29,9 +29,15 @@ def many_lists(op: ManyOp, cta: int, lengths: Sequence[int], wanted: int) -> Lis
         _matrix(op, out, ("o_proj", n), d.kda_dim if attn == "K" else d.mla_dim, _rows(op, cta, d.hidden))
         edge = _edge(out, edge)  # attn
         edge = _edge(out, edge)  # x
-        edge = front_of(op.tiles_op, cta, n, out, edge)
-        edge = experts_of(op.tiles_op, cta, (n, wanted), out, edge)
-        _matrix(op, out, ("latent_up", n), d.latent, _rows(op, cta, d.hidden_local))
+        if d.ffn[n] == "D":
+            _matrix(op, out, ("dense_up", n), d.hidden, (0, 2 * _rows(op, cta, d.dense_dim)[1]))
+            edge = _edge(out, edge)
+            _matrix(op, out, ("dense_down", n), d.dense_dim, _rows(op, cta, d.hidden))
+        else:
+            edge = front_of(op.tiles_op, cta, (n, routed), out, edge)
+            edge = experts_of(op.tiles_op, cta, (n, wanted), out, edge)
+            _matrix(op, out, ("latent_up", n), d.latent, _rows(op, cta, d.hidden_local))
+            routed += 1
         out.consume.append(("arrive", "all"))
     out.consume.append(("wait", "all", edge + 1))
     return out

@@ -17,7 +17,7 @@ def tile_lists(op: TileOp, cta: int, wanted: int) -> Lists:
         if n > 0:
             edge += 1
             out.consume.append(("wait", "all", edge))
-        edge = front_of(op, cta, n, out, edge)
+        edge = front_of(op, cta, (n, n), out, edge)
         edge = experts_of(op, cta, (n, wanted), out, edge)
         tiles_of(
             out,
@@ -41,21 +41,23 @@ def _stage(out: Lists, label: tuple[str, int, int, int], size: int) -> None:
     out.consume.append(("take", label))
 
 
-def front_of(op: TileOp, cta: int, n: int, out: Lists, edge: int) -> int:
+def front_of(op: TileOp, cta: int, of: tuple[int, int], out: Lists, edge: int) -> int:
+    """of: which layer it is, which FFN with experts."""
     d, g = op.d, op.ctas
+    n, number = of
     tiles_of(out, ("router", n), op.tile(d.hidden, 8), share(d.router_rows, cta, g)[1])
     out.consume.append(("arrive", "route"))
     rows = share(d.latent_rows, cta, g)[1] + 2 * share(d.shared_dim, cta, g)[1]
     tiles_of(out, ("front", n), op.tile(d.hidden, 8), rows)
     out.consume += [
         ("arrive", "all"),
-        ("wait", "route", n + 1),
+        ("wait", "route", number + 1),
         ("route",),
         ("wait", "all", edge + 1),
     ]
     for name, rows in (("shared_own", d.hidden_local), ("shared_sent", d.hidden - d.hidden_local)):
         tiles_of(out, (name, n), op.tile(d.shared_dim, 16), share(rows, cta, g)[1])
-    out.produce.append(("routed", n))
+    out.produce.append(("routed", number))
     return edge + 1
 
 
