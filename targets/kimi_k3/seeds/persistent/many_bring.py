@@ -13,7 +13,7 @@ from targets.kimi_k3.seeds.persistent.kda_bring import Taps, copy_taps, fill_sta
 from targets.kimi_k3.seeds.persistent.kda_places import projected
 from targets.kimi_k3.seeds.persistent.kda_seat import seat
 from targets.kimi_k3.seeds.persistent.kda_sizes import state_stages
-from targets.kimi_k3.seeds.persistent.many_cache import fill_pages
+from targets.kimi_k3.seeds.persistent.many_cache import fill_pages, pages_of_cta
 from targets.kimi_k3.seeds.persistent.many_dense import fill_dense_tokens
 from targets.kimi_k3.seeds.persistent.many_moe import fill_moe
 from targets.kimi_k3.seeds.persistent.many_rows import fill_matrix
@@ -89,7 +89,7 @@ def fill_mla_tokens(c: Ctx, layer: Int32, it: Int32, r: Requests, op: cutlass.Co
     if c.lane == 0:
         fill_pages(c, layer, it, r, op)
     cute.arch.sync_warp()
-    it += share(r.first[d.rows], c.cta, op.ctas)[1] * op.cache_stages
+    it += pages_of_cta(c, r, op)[1] * op.cache_stages
     head = c.cta // op.slices
     if head < d.mla_heads:
         given = (F["w_uv"], head * d.v_dim, c.cta % op.slices, op.slices)

@@ -15,9 +15,25 @@ from targets.kimi_k3.seeds.persistent.vectors import load_norm
 
 
 @cute.jit
-def owner_of(page: Int32, pages: Int32, op: cutlass.Constexpr):
-    """Which CTA has that one of all pages, as `share` deals them."""
-    return ((page + 1) * op.ctas - 1) // pages
+def among(r: Requests, op: cutlass.Constexpr):
+    """How many CTAs share the pages: with fewer pages than CTAs the first ones, so that none between two has none."""
+    pages = r.first[op.d.rows]
+    return pages if pages < op.ctas else Int32(op.ctas)
+
+
+@cute.jit
+def pages_of_cta(c: Ctx, r: Requests, op: cutlass.Constexpr):
+    """(first, how many) of all requests' pages."""
+    first, n = Int32(0), Int32(0)
+    if c.cta < among(r, op):
+        first, n = share(r.first[op.d.rows], c.cta, among(r, op))
+    return first, n
+
+
+@cute.jit
+def owner_of(page: Int32, r: Requests, op: cutlass.Constexpr):
+    """Which CTA has that one of all pages."""
+    return ((page + 1) * among(r, op) - 1) // r.first[op.d.rows]
 
 
 @cute.jit
@@ -42,7 +58,7 @@ def fill_pages(c: Ctx, layer: Int32, it: Int32, r: Requests, op: cutlass.Constex
     """This CTA's pages, `cache_rows` tokens a stage; by one lane."""
     d = op.d
     size = d.page * d.kv_dim * 2
-    first, n = share(r.first[d.rows], c.cta, op.ctas)
+    first, n = pages_of_cta(c, r, op)
     for p in cutlass.range(first, first + n, unroll=1):
         m = request_of(r, p, op)
         physical = cache_of_token(r, m, op).table[p - r.first[m]]

@@ -33,11 +33,11 @@ from targets.kimi_k3.seeds.persistent.tile_route import load_logit
 @cute.jit
 def stretch_of(r: Requests, m: Int32, op: cutlass.Constexpr):
     """(first piece, pieces) of a token's request."""
-    pages, first, end = r.first[op.d.rows], r.first[m], r.first[m + 1]
+    first, end = r.first[m], r.first[m + 1]
     begin_, many = Int32(0), Int32(0)
     if end > first:
-        begin_ = owner_of(first, pages, op)
-        many = owner_of(end - 1, pages, op) - begin_ + 1
+        begin_ = owner_of(first, r, op)
+        many = owner_of(end - 1, r, op) - begin_ + 1
     return begin_ + m, many
 
 

@@ -77,7 +77,8 @@ def _kda(op: ManyOp, cta: int, n: int, out: Lists, edge: int) -> int:
 def pages_of(op: ManyOp, cta: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
     """(request, page of it) of a CTA, in order."""
     every = [(m, p) for m, x in enumerate(lengths) for p in range(-(-max(x, 0) // op.d.page))]
-    first, n = share(len(every), cta, op.ctas)
+    among = min(op.ctas, len(every))
+    first, n = share(len(every), cta, among) if cta < among else (0, 0)
     return every[first : first + n]
 
 

@@ -36,9 +36,10 @@ class Within(Case):
         ("tiny", 2, 4, None, {"ctas": 4}),
         ("tiny-tp2", 8, 5, None, {"ctas": 8}),
         ("tiny", 8, 4, 9, {"ctas": 12, "ring_stages": 2, "in_flight": 0}),
+        ("tiny-tp2", 4, 3, 40, {"ctas": 16}),
         ("tiny-tp2", 4, 3, 300, {"ctas": 4, "ring_stages": 3}),
     ],
-    ids=["two", "eight", "unequal CTAs, fewer pages than CTAs", "long"],
+    ids=["two", "eight", "one page each", "fewer pages than CTAs", "long"],
 )
 def test_two_steps_in_a_row(
     compiler: CompileClient,
@@ -94,7 +95,7 @@ def test_a_lost_event_is_found(event: tuple[str, ...]) -> None:
     assert simulate(op, programs) != ""
 
 
-@pytest.mark.parametrize("lengths", [[64] * 8, [0, 5000, 0, 1, 64, 65, 0, 9000], [1] * 8])
+@pytest.mark.parametrize("lengths", [[64] * 8, [900, 810, 886, 830, 838, 790, 869, 815], [0, 5000, 0, 1, 64, 65, 0, 9000], [1] * 8])
 def test_pieces_of_sums_are_nobodys_twice(lengths: list[int]) -> None:
     """Piece CTA + request; a request's lie together, as those who join them take for granted."""
     op = shaped("tp8", 8, 4, 132)
