@@ -35,6 +35,7 @@ from targets.kimi_k3.seeds.persistent.many_mix import (
     banks_of,
     first_row,
     keep_token,
+    load_prefix,
     post_x,
     store_out,
 )
@@ -80,18 +81,18 @@ def attention_tokens(
 
 @cute.jit
 def consume_tokens(c: Ctx, t: Tiles, io: Io, own: Int64, given: tuple, op: cutlass.Constexpr):
-    """own: address of the bank rows that this CTA writes for itself; given: Taps, Requests, scratch of the routing."""
+    """own: address of the prefix and the bank rows that this CTA keeps for itself; given: Taps, Requests, scratch of the routing."""
     d, g = op.d, op.wide
     taps, r, chosen = given
-    words = cute.make_tensor(c.kept.iterator, cute.make_layout((op.kept_row,)))
     banks = banks_of(c, io, own, op)
-    first_row(c, io, words, op)
+    first_row(c, io, own, op)
     it, edge, routed, kdas, mlas = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     for step in cutlass.range(2 * d.layers + 1, unroll=1):
         h = half(c, step, io, op)
         timeline.mark(c.track, "early", h.layer)
         before = early(c, banks, h.sources, h.weight, h.out, op)
+        rP = load_prefix(c, own, op)
         if step > 0:
             edge += 1
             timeline.mark(c.track, "edge mix", h.layer, kind="edge")
@@ -102,7 +103,7 @@ def consume_tokens(c: Ctx, t: Tiles, io: Io, own: Int64, given: tuple, op: cutla
             else:
                 wait(c, edge, op, acquire=False)
         timeline.mark(c.track, "mix", h.layer)
-        rP = add_token(c, h, routed, words, io, op)
+        add_token(c, h, routed, rP, io, own, op)
         keep_token(c, h, rP, banks, io, op)
         late(c, banks, rP, before, h.sources, h.closing, rX, op)
         if h.closing:
@@ -147,7 +148,7 @@ def consume_tokens(c: Ctx, t: Tiles, io: Io, own: Int64, given: tuple, op: cutla
 def tokens_kernel(
     layers: tuple,
     io: Io,
-    mBank: cute.Tensor,
+    mKept: cute.Tensor,
     mMail: cute.Tensor,
     mSync: cute.Tensor,
     phases: Any,
@@ -175,8 +176,8 @@ def tokens_kernel(
         if cutlass.const_expr("K" in d.attn):
             bring_all_taps(c, taps, op)
     else:
-        size = 2 * d.hidden * max(1, d.bank_rows - d.bank_old)
-        own = mBank.iterator.toint() + Int64(c.cta) * size
+        size = 2 * d.hidden * (1 + d.bank_rows - d.bank_old)
+        own = mKept.iterator.toint() + Int64(c.cta) * size
         consume_tokens(c, t, io, own, (taps, r, chosen), op)
     if cutlass.const_expr("K" in d.attn):
         # behind all roles, where it costs the loop over layers no registers
@@ -186,9 +187,9 @@ def tokens_kernel(
 
 def workspace(dims, cfg):
     op = many_shape(dims, cfg)
-    own = op.ctas * dims.hidden * max(1, dims.bank_rows - dims.bank_old)
+    own = op.ctas * dims.hidden * (1 + dims.bank_rows - dims.bank_old)
     return {
-        **lasting(op), "bank": ("bf16", (own,), "undefined", "step"),
+        **lasting(op), "kept": ("bf16", (own,), "undefined", "step"),
         "weigh": ("f32", ((2 * dims.layers + 1) * dims.hidden,), "undefined", "persistent"),
     }  # fmt: skip
 
@@ -219,7 +220,7 @@ def step(t, cfg, stream):
         o.bank if d.bank_rows > d.bank_old else None, o.ids if "E" in d.ffn else None, o.prefix, o.out, t.weights.out_norm, w.weigh,
     )  # fmt: skip
     tokens_kernel(
-        tensors, io, w.bank, w.mail, w.sync, timeline.buffer(t, cfg), names, op
+        tensors, io, w.kept, w.mail, w.sync, timeline.buffer(t, cfg), names, op
     ).launch(
         grid=(op.ctas, 1, 1), block=(op.block, 1, 1), stream=stream, cooperative=True, min_blocks_per_mp=1,
     )  # fmt: skip

@@ -11,10 +11,10 @@ from cutlass import Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2
 from targets.kimi_k3.seeds.persistent.boxes import LAYERS, box, empty_some, insist, peek, turn_of
-from targets.kimi_k3.seeds.persistent.device import Ctx, field, vector, words_at
+from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, field, vector, words_at
 from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, F
-from targets.kimi_k3.seeds.persistent.halves import Half, Io, keep_row, store_wide
-from targets.kimi_k3.seeds.persistent.mix import Banks, kept_at
+from targets.kimi_k3.seeds.persistent.halves import Half, Io, store_wide
+from targets.kimi_k3.seeds.persistent.mix import Banks
 from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.tile_boxes import store16
 
@@ -27,17 +27,17 @@ def token_of(c: Ctx, op: cutlass.Constexpr):
 
 @cute.jit
 def banks_of(c: Ctx, io: Io, own: Int64, op: cutlass.Constexpr):
-    """The bank's rows of this CTA's token; own: where it keeps those written here."""
+    """The bank's rows of this CTA's token; own: where it keeps the prefix, and behind it those written here."""
     old = Int64(0)
     if cutlass.const_expr(io.bank_old is not None):
         row = Int64(token_of(c, op)[0]) * (2 * op.d.bank_old * op.d.hidden)
         old = io.bank_old.iterator.toint() + row
-    return Banks(old, own, None)
+    return Banks(old, own + 2 * op.d.hidden, None)
 
 
 @cute.jit
-def first_row(c: Ctx, io: Io, sP: cute.Tensor, op: cutlass.Constexpr):
-    """The prefix on entry into shared memory."""
+def first_row(c: Ctx, io: Io, own: Int64, op: cutlass.Constexpr):
+    """The prefix on entry where this CTA keeps it, at `own`."""
     g = op.wide
     start = io.x0.iterator.toint() + Int64(token_of(c, op)[0]) * (2 * op.d.hidden)
     rP = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
@@ -45,12 +45,25 @@ def first_row(c: Ctx, io: Io, sP: cute.Tensor, op: cutlass.Constexpr):
     for v in cutlass.range_constexpr(g.per):
         if vector(c, v, g) < g.vecs:
             words_at(start, vector(c, v, g), rP[None, v])
-    keep_row(c, rP, sP, Int32(0), op)
+    store_wide(c, rP, own, op)
+    consumers(op)
 
 
 @cute.jit
-def add_token(c: Ctx, h: Half, routed: Int32, sP: cute.Tensor, io: Io, op: cutlass.Constexpr):
-    """As `halves.add`, of this CTA's token."""
+def load_prefix(c: Ctx, own: Int64, op: cutlass.Constexpr):
+    """Words [4, per] of the prefix as it was before this half; on their way before its edge."""
+    g = op.wide
+    rP = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    rP.fill(0)
+    for v in cutlass.range_constexpr(g.per):
+        if vector(c, v, g) < g.vecs:
+            words_at(own, vector(c, v, g), rP[None, v])
+    return rP
+
+
+@cute.jit
+def add_token(c: Ctx, h: Half, routed: Int32, rP: cute.Tensor, io: Io, own: Int64, op: cutlass.Constexpr):
+    """As `halves.add`, of this CTA's token; the new prefix at `own` too."""
     d, g = op.d, op.wide
     token = token_of(c, op)[0]
     rD = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
@@ -86,17 +99,13 @@ def add_token(c: Ctx, h: Half, routed: Int32, sP: cute.Tensor, io: Io, op: cutla
         if i < own:
             insist(start + Int64(i) * 16, rD[None, v], 2, op)
     anew = h.second and h.opens
-    rP = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    for v in cutlass.range_constexpr(g.per):
-        cute.autovec_copy(kept_at(c, sP, Int32(0), v, op), rP[None, v])
     for v in cutlass.range_constexpr(g.per):
         for e in cutlass.range_constexpr(4):
             sum = add_bf16x2(rP[e, v], rD[e, v])
             if cutlass.const_expr(d.first == 0):
                 sum = rP[e, v] if h.step == 0 else sum
             rP[e, v] = rD[e, v] if anew else sum
-    keep_row(c, rP, sP, Int32(0), op)
-    return rP
+    store_wide(c, rP, own, op)
 
 
 @cute.jit

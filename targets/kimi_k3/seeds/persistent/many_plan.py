@@ -23,6 +23,11 @@ class ManyTiles(TileOp):
     """The tile kernel's sizes in a ring of `wanted` stages that has room for everything that passes it."""
 
     @property
+    def stride(self):
+        """Odd, and no more than warps: rows of sums are what takes most room beside the ring."""
+        return self.warps | 1
+
+    @property
     def stages(self):
         return self.wanted
 
@@ -60,6 +65,8 @@ class ManyOp(Op):
         heads = max(self.d.kda_heads, self.d.mla_heads)
         if heads > self.ctas:
             raise ValueError(f"each of {heads} heads has a CTA or more, {self.ctas} are too few")
+        if "E" in self.d.ffn and self.d.latent // self.tiles_op.down.unit < self.ctas:
+            raise ValueError(f"{self.ctas} CTAs are more than w2 has units of rows")
         if self.d.rows > self.ctas:
             raise ValueError(f"each of {self.d.rows} tokens has a CTA or more, {self.ctas} are too few")
         if "M" in self.d.attn and self.cache_stages > self.stages:
@@ -78,7 +85,8 @@ class ManyOp(Op):
 
     @property
     def part_rows(self):
-        return self.tiles_op.part_slots
+        """In rows of `STRIDE`."""
+        return -(-self.tiles_op.part_slots * self.tiles_op.stride // STRIDE)
 
     @property
     def boxes(self):
@@ -161,16 +169,21 @@ class ManyOp(Op):
 
     @property
     def used(self):
-        """Bytes of shared memory of a CTA."""
+        """Bytes of shared memory of a CTA: what `open_cta`, `tiles_of`, `requests_of` and `open_rows` allocate."""
         d, top, t = self.d, self.tiles_op, self.d.rows
-        found = self.stages * self.stage + 4 * STRIDE * (self.part_rows + self.reductions)
-        found += 8 * d.layers * (COUNT + TILE_COUNT) + self.pool + 4 * self.kept_words
-        found += 4 * most(d.hidden_local, self.ctas) * (t + 1) + 8 * top.touched * (1 + t)
-        found += 4 * top.held + d.experts // 8 + 8 * top.pairs
-        found += 4 * STRIDE * t
-        if "K" in d.attn:
-            found += 6 * t * pitch_of(self) + 16 * channels_of(self)
-        return found + 2560
+        local = -(-d.hidden_local // self.ctas)
+        sizes = [
+            self.stages * self.stage, 8 * (2 * self.stages + 1), 4 * STRIDE * self.part_rows, 4 * STRIDE * self.reductions,
+            8 * d.layers * COUNT, 4 * d.topk, 4 * d.topk, 4 * local, self.pool, 32,
+        ]  # fmt: skip
+        sizes += [
+            4 * t * top.stride, 8 * d.layers * TILE_COUNT, 4 * local * t, 4 * top.touched, 4 * top.touched,
+            4 * top.touched * t, 4 * top.touched * t, 16, 4 * top.held, 4 * -(-d.experts // 32),
+            4 * top.pairs, 4 * top.pairs,
+        ]  # fmt: skip
+        sizes += [4 * t, 4 * (t + 1), 4 * t] if "M" in d.attn else []
+        sizes += [16, 6 * t * pitch_of(self), 16 * channels_of(self)] if "K" in d.attn else []
+        return sum(-(-x // 16) * 16 for x in sizes)
 
 
 def many_shape(dims, cfg):
@@ -188,7 +201,7 @@ def many_shape(dims, cfg):
     for stages in (cfg.ring_stages,) if cfg.ring_stages else (7, 6, 5, 4, 3, 2):
         op = ManyOp(
             dims, ctas, cfg.consumer_warps, stage, stages, cfg.spin_limit, tiled=True, in_flight=cfg.in_flight,
-            jitter=cfg.jitter, kept=True, bank=False,
+            jitter=cfg.jitter, bank=False,
         )  # fmt: skip
         if op.used <= SHARED_MEMORY:
             return op

@@ -31,13 +31,13 @@ class Within(Case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("preset", "rows", "layers", "context", "tunables"),
+    ("preset", "rows", "layers", "first", "context", "tunables"),
     [
-        ("tiny", 2, 4, None, {"ctas": 4}),
-        ("tiny-tp2", 8, 5, None, {"ctas": 8}),
-        ("tiny", 8, 4, 9, {"ctas": 12, "ring_stages": 2, "in_flight": 0}),
-        ("tiny-tp2", 4, 3, 40, {"ctas": 16}),
-        ("tiny-tp2", 4, 3, 300, {"ctas": 4, "ring_stages": 3}),
+        ("tiny", 2, 4, 1, None, {"ctas": 4}),
+        ("tiny-tp2", 8, 5, 0, None, {"ctas": 8}),
+        ("tiny", 8, 3, 2, 9, {"ctas": 12, "ring_stages": 2, "in_flight": 0}),
+        ("tiny-tp2", 4, 2, 3, 40, {"ctas": 16}),
+        ("tiny-tp2", 4, 2, 3, 300, {"ctas": 4, "ring_stages": 3}),
     ],
     ids=["two", "eight", "one page each", "fewer pages than CTAs", "long"],
 )
@@ -46,16 +46,21 @@ def test_two_steps_in_a_row(
     preset: str,
     rows: int,
     layers: int,
+    first: int,
     context: int | None,
     tunables: dict[str, int],
 ) -> None:
-    """From layer 1 on, KKMKM: both kinds of attention, a block that opens, rows of the bank old and new. The pages of
-    all requests are dealt as one row, so a CTA may have none, one request's or several requests'.
+    """Layers KKKMKM, the first with a dense FFN: both kinds of attention, blocks that open, rows of the bank old and
+    new. The pages of all requests are dealt as one row, so a CTA may have none, one request's or several requests'.
     """
     case = Within(
-        "decode", rows, preset, layers, steps=2, extra={"first": 1}, tunables=tunables, context=context
+        "decode", rows, preset, layers, steps=2, extra={"first": first}, tunables=tunables, context=context
     )  # fmt: skip
-    verify(built(compiler, case, "decode-rows"), case)
+    artifact = built(compiler, case, "decode-rows")
+    cfg = SimpleNamespace(**{n: artifact.tunables[n] for n in artifact.tunables}, sms=132)
+    op = many_shape(SimpleNamespace(**case.workload().dims), cfg)
+    assert artifact.step.launches[0].smem == op.used
+    verify(artifact, case)
 
 
 @pytest.mark.slow
@@ -67,8 +72,7 @@ def test_boxes_and_what_they_do_not_order_do_not_race(compiler: CompileClient) -
 
 
 def shaped(preset: str, rows: int, layers: int, ctas: int, **given: int) -> ManyOp:
-    extra = {} if preset.startswith("tp") else {"first": 1}
-    dims = find("kimi-k3-decode").workload(Options(preset, layers, rows, extra=extra)).dims
+    dims = find("kimi-k3-decode").workload(Options(preset, layers, rows)).dims
     cfg = {"consumer_warps": 14, "ctas": ctas, "ring_stages": 0, "in_flight": 2, "jitter": 0, "sms": 132}
     return many_shape(SimpleNamespace(**dims), SimpleNamespace(**{**cfg, "spin_limit": 0, **given}))
 
@@ -86,7 +90,7 @@ def test_ends(preset: str, rows: int, layers: int, ctas: int, length: int) -> No
 
 
 @pytest.mark.parametrize(
-    "event", [("arrive", "all"), ("arrive", "route"), ("route",), ("post", "q", 2), ("post", "lat", 2)]
+    "event", [("arrive", "all"), ("arrive", "route"), ("route",), ("post", "q", 3), ("post", "lat", 3)]
 )
 def test_a_lost_event_is_found(event: tuple[str, ...]) -> None:
     op = shaped("tiny", 8, 5, 8)
@@ -120,6 +124,8 @@ def test_what_it_does_not_compute_is_refused() -> None:
         shaped("tiny", 1, 3, 8)
     with pytest.raises(ValueError, match="each of 8 tokens has a CTA"):
         shaped("tiny", 8, 3, 4)
+    with pytest.raises(ValueError, match="132 CTAs are more than w2 has units"):
+        shaped("tiny", 8, 3, 132)
     with pytest.raises(ValueError, match="takes 3 stages of 2"):
         shaped("tp8", 8, 4, 132, ring_stages=2)
 
