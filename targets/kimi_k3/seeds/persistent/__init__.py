@@ -91,7 +91,9 @@ def _renamed(
     out = {}
     for module, found in kept.items():
         inner = _module(module).inner
-        here = {old: new for (origin, old), new in names.items() if inner.get(old, module) == origin}
+        here = {
+            old: new for (origin, old), new in names.items() if inner.get(old, module) == origin
+        }
         out[module] = [_called(d, here) for d in found] if here else found
     return out
 

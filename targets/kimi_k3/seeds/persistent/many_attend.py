@@ -19,9 +19,7 @@ from targets.kimi_k3.seeds.persistent.ring import stage_full, stage_loaded
 
 
 @cute.jit
-def begin_request(
-    c: Ctx, layer: Int32, m: Int32, given: tuple, turn: Int32, op: cutlass.Constexpr
-):
+def begin_request(c: Ctx, layer: Int32, m: Int32, given: tuple, turn: Int32, op: cutlass.Constexpr):
     """The new row, the queries and empty sums of token m. Ends with a barrier."""
     d = op.d
     sQ, sP, sState, rC = given
@@ -38,9 +36,7 @@ def begin_request(
 
 
 @cute.jit
-def attend_tokens(
-    c: Ctx, layer: Int32, it: Int32, r: Requests, turn: Int32, op: cutlass.Constexpr
-):
+def attend_tokens(c: Ctx, layer: Int32, it: Int32, r: Requests, turn: Int32, op: cutlass.Constexpr):
     """Boxes sums and stats of this CTA's pages for all heads: piece number CTA + token, which no two have."""
     d = op.d
     words = op.query_words

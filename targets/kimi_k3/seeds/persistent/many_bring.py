@@ -24,8 +24,9 @@ from targets.kimi_k3.seeds.persistent.tile_device import Tiles
 
 
 def small_of(dims):
-    """(field, lines of 128 bytes, mask and value of the kinds of layer that have it) of what a layer's phases load without the ring; by tokens what comes
-    from other ranks."""
+    """(field, lines of 128 bytes, mask and value of the kinds of layer that have it) of what a layer's phases load
+    without the ring; what comes from other ranks is as much for each token.
+    """
     found = [x for x in vectors(dims) if "res_" not in x[0]]
     many = [(n, size * (dims.rows if n.startswith("remote") else 1), k) for n, size, k in found]
     if "K" in dims.attn:
@@ -59,7 +60,7 @@ def fetch_small(c: Ctx, layer: Int32, io: Io, op: cutlass.Constexpr):
 def bring_rows(
     c: Ctx, layer: Int32, it: Int32, given: tuple, rows: cutlass.Constexpr, k: cutlass.Constexpr, op: cutlass.Constexpr
 ):  # fmt: skip
-    """This CTA's share of a matrix; given: its field, which row is the first, the CTA's number and how many share it."""
+    """This CTA's share of a matrix; given: its field, its first row, which part this is and how many there are."""
     f, above, part, parts = given
     first, n = share(rows, part, parts)
     start = field(c, layer, f, COUNT) + Int64(above + first) * (2 * k)

@@ -23,7 +23,15 @@ from targets.kimi_k3.seeds.common import smem
 from targets.kimi_k3.seeds.persistent.boxes import box
 from targets.kimi_k3.seeds.persistent.device import Ctx, at, field
 from targets.kimi_k3.seeds.persistent.edges import arrive, hint, leave, wait
-from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, IS_MLA, F, kind, layer_tensors, table
+from targets.kimi_k3.seeds.persistent.fields import (
+    COUNT,
+    IS_DENSE,
+    IS_MLA,
+    F,
+    kind,
+    layer_tensors,
+    table,
+)
 from targets.kimi_k3.seeds.persistent.halves import Io, half
 from targets.kimi_k3.seeds.persistent.kda_bring import open_rows
 from targets.kimi_k3.seeds.persistent.kda_taps import move_taps
@@ -81,7 +89,8 @@ def attention_tokens(
 
 @cute.jit
 def consume_tokens(c: Ctx, t: Tiles, io: Io, own: Int64, given: tuple, op: cutlass.Constexpr):
-    """own: address of the prefix and the bank rows that this CTA keeps for itself; given: Taps, Requests, scratch of the routing."""
+    """own: address of the prefix and the bank rows that this CTA keeps for itself; given: Taps, Requests, scratch of
+    the routing."""
     d, g = op.d, op.wide
     taps, r, chosen = given
     banks = banks_of(c, io, own, op)
@@ -217,7 +226,8 @@ def step(t, cfg, stream):
     io = Io(
         i.x0, i.delta if d.first else None, i.bank if d.first else None, i.slots if has_k else None,
         i.lengths if has_m else None, i.block_table if has_m else None, i.slot_mapping if has_m else None,
-        o.bank if d.bank_rows > d.bank_old else None, o.ids if "E" in d.ffn else None, o.prefix, o.out, t.weights.out_norm, w.weigh,
+        o.bank if d.bank_rows > d.bank_old else None, o.ids if "E" in d.ffn else None, o.prefix,
+        o.out, t.weights.out_norm, w.weigh,
     )  # fmt: skip
     tokens_kernel(
         tensors, io, w.kept, w.mail, w.sync, timeline.buffer(t, cfg), names, op

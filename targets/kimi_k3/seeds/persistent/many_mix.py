@@ -62,13 +62,17 @@ def load_prefix(c: Ctx, own: Int64, op: cutlass.Constexpr):
 
 
 @cute.jit
-def add_token(c: Ctx, h: Half, routed: Int32, rP: cute.Tensor, io: Io, own: Int64, op: cutlass.Constexpr):
+def add_token(
+    c: Ctx, h: Half, routed: Int32, rP: cute.Tensor, io: Io, own: Int64, op: cutlass.Constexpr
+):
     """As `halves.add`, of this CTA's token; the new prefix at `own` too."""
     d, g = op.d, op.wide
     token = token_of(c, op)[0]
     rD = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     rD.fill(0)
-    start = box(c, "attn", turn_of(c, h.layer, LAYERS), op) + Int64(token) * (2 * op.pitch(d.hidden))
+    start = box(c, "attn", turn_of(c, h.layer, LAYERS), op) + Int64(token) * (
+        2 * op.pitch(d.hidden)
+    )
     own, others = Int32(g.vecs), Int64(0)
     if not h.second:
         before = h.layer - 1 if h.layer > 0 else Int32(0)

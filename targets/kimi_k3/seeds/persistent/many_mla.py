@@ -5,22 +5,34 @@ has a stretch. Its sums go into a piece of their own for every request in the st
 which CTA has a piece changes as contexts grow.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import lanes_max, lanes_sum, round_bf16, sigmoid
-from targets.kimi_k3.seeds.persistent.boxes import MLAS, box, insist_half, peek, peek_half, post, turn_of  # fmt: skip
+from targets.kimi_k3.seeds.persistent.boxes import (  # fmt: skip
+    MLAS,
+    box,
+    insist_half,
+    peek,
+    peek_half,
+    post,
+    turn_of,
+)
 from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, field, view, within
 from targets.kimi_k3.seeds.persistent.edges import arrive, hint, wait
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.many_attend import attend_tokens
 from targets.kimi_k3.seeds.persistent.many_cache import orphans, owner_of
 from targets.kimi_k3.seeds.persistent.many_query import absorb_tokens, load_heads
-from targets.kimi_k3.seeds.persistent.many_rows import norm_of, post_rows, take_tokens, times, total_of
+from targets.kimi_k3.seeds.persistent.many_rows import (
+    norm_of,
+    post_rows,
+    take_tokens,
+    times,
+    total_of,
+)
 from targets.kimi_k3.seeds.persistent.many_setup import Requests, behind_slots
 from targets.kimi_k3.seeds.persistent.mla_query import load_uk
 from targets.kimi_k3.seeds.persistent.stages import most, share
@@ -144,7 +156,9 @@ def gate_at(i: Int32, op: cutlass.Constexpr):
 
 
 @cute.jit
-def query_part(c: Ctx, t: Tiles, layer: Int32, turn: Int32, at_: tuple, rX: cute.Tensor, op: cutlass.Constexpr):  # fmt: skip
+def query_part(
+    c: Ctx, t: Tiles, layer: Int32, turn: Int32, at_: tuple, rX: cute.Tensor, op: cutlass.Constexpr
+):
     """Up to the box query; not hinted at yet."""
     it, edge = at_
     d = op.d

@@ -68,9 +68,13 @@ class ManyOp(Op):
         if "E" in self.d.ffn and self.d.latent // self.tiles_op.down.unit < self.ctas:
             raise ValueError(f"{self.ctas} CTAs are more than w2 has units of rows")
         if self.d.rows > self.ctas:
-            raise ValueError(f"each of {self.d.rows} tokens has a CTA or more, {self.ctas} are too few")
+            raise ValueError(
+                f"each of {self.d.rows} tokens has a CTA or more, {self.ctas} are too few"
+            )
         if "M" in self.d.attn and self.cache_stages > self.stages:
-            raise ValueError(f"a page of the cache takes {self.cache_stages} stages of {self.stages}")
+            raise ValueError(
+                f"a page of the cache takes {self.cache_stages} stages of {self.stages}"
+            )
 
     @property
     def tiles_op(self):
@@ -139,9 +143,7 @@ class ManyOp(Op):
             found.append(4 * TileRows.TOKENS * (1 + 3 * d.head_dim + self.state_rows))
         if "M" in d.attn:
             columns = most(d.kv_lora // 8, self.slices)
-            found.append(
-                SLOTS + self.heads_bytes + 32 * max(1, self.threads // columns) * columns
-            )
+            found.append(SLOTS + self.heads_bytes + 32 * max(1, self.threads // columns) * columns)
             attend = self.new_bytes + 4 * d.mla_heads * self.query_words + 32 * (d.page + 8) + 192
             found.append(SLOTS + attend)
             found.append(SLOTS + self.weights_bytes + 16 * self.join_groups * self.join_items)
@@ -173,8 +175,8 @@ class ManyOp(Op):
         d, top, t = self.d, self.tiles_op, self.d.rows
         local = -(-d.hidden_local // self.ctas)
         sizes = [
-            self.stages * self.stage, 8 * (2 * self.stages + 1), 4 * STRIDE * self.part_rows, 4 * STRIDE * self.reductions,
-            8 * d.layers * COUNT, 4 * d.topk, 4 * d.topk, 4 * local, self.pool, 32,
+            self.stages * self.stage, 8 * (2 * self.stages + 1), 4 * STRIDE * self.part_rows,
+            4 * STRIDE * self.reductions, 8 * d.layers * COUNT, 4 * d.topk, 4 * d.topk, 4 * local, self.pool, 32,
         ]  # fmt: skip
         sizes += [
             4 * t * top.stride, 8 * d.layers * TILE_COUNT, 4 * local * t, 4 * top.touched, 4 * top.touched,

@@ -29,7 +29,9 @@ def fill_matrix(c: Ctx, it: Int32, start: Int64, n: Int32, k: cutlass.Constexpr,
 
 
 @cute.jit
-def take_tokens(c: Ctx, start: Int64, pitch: cutlass.Constexpr, k: cutlass.Constexpr, op: cutlass.Constexpr):  # fmt: skip
+def take_tokens(
+    c: Ctx, start: Int64, pitch: cutlass.Constexpr, k: cutlass.Constexpr, op: cutlass.Constexpr
+):
     """Words [4, steps]: this lane's columns of its token, zeros for tokens that are none; of bf16 in a box, k a token,
     tokens `pitch` elements apart."""
     g = op.tiles_op.tile(k, 8)

@@ -25,8 +25,16 @@ def many_lists(op: ManyOp, cta: int, lengths: Sequence[int], wanted: int) -> Lis
             edge += 1
             out.consume.append(("wait", "all", edge))
         edge = _edge(out, edge)  # x
-        edge = _kda(op, cta, n, out, edge) if attn == "K" else _mla(op, cta, (n, lengths), out, edge)
-        _matrix(op, out, ("o_proj", n), d.kda_dim if attn == "K" else d.mla_dim, _rows(op, cta, d.hidden))
+        edge = (
+            _kda(op, cta, n, out, edge) if attn == "K" else _mla(op, cta, (n, lengths), out, edge)
+        )
+        _matrix(
+            op,
+            out,
+            ("o_proj", n),
+            d.kda_dim if attn == "K" else d.mla_dim,
+            _rows(op, cta, d.hidden),
+        )
         edge = _edge(out, edge)  # attn
         edge = _edge(out, edge)  # x
         if d.ffn[n] == "D":
@@ -94,7 +102,9 @@ def _mla(op: ManyOp, cta: int, of: tuple[int, Sequence[int]], out: Lists, edge: 
     out.consume.append(("post", "q", n))
     if head < d.mla_heads:
         spans = [share(rows, c, op.ctas) for c in range(op.ctas)]
-        owners = [c for c, (at, m) in enumerate(spans) if at < (head + 1) * each and head * each < at + m]
+        owners = [
+            c for c, (at, m) in enumerate(spans) if at < (head + 1) * each and head * each < at + m
+        ]
         out.consume.append(("look", "q", n, tuple(owners)))
     edge = _edge(out, edge)
     for m, page in pages_of(op, cta, lengths):

@@ -46,7 +46,9 @@ def tiles_of(c: Ctx, layers: tuple, names: cutlass.Constexpr, op: cutlass.Conste
 
 
 @cute.jit
-def requests_of(c: Ctx, lengths: cute.Tensor, table: cute.Tensor, rows: cute.Tensor, op: cutlass.Constexpr):  # fmt: skip
+def requests_of(
+    c: Ctx, lengths: cute.Tensor, table: cute.Tensor, rows: cute.Tensor, op: cutlass.Constexpr
+):
     """By the first thread; a barrier of the CTA has to follow."""
     d = op.d
     r = Requests(

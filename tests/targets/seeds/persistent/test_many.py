@@ -73,7 +73,14 @@ def test_boxes_and_what_they_do_not_order_do_not_race(compiler: CompileClient) -
 
 def shaped(preset: str, rows: int, layers: int, ctas: int, **given: int) -> ManyOp:
     dims = find("kimi-k3-decode").workload(Options(preset, layers, rows)).dims
-    cfg = {"consumer_warps": 14, "ctas": ctas, "ring_stages": 0, "in_flight": 2, "jitter": 0, "sms": 132}
+    cfg = {
+        "consumer_warps": 14,
+        "ctas": ctas,
+        "ring_stages": 0,
+        "in_flight": 2,
+        "jitter": 0,
+        "sms": 132,
+    }
     return many_shape(SimpleNamespace(**dims), SimpleNamespace(**{**cfg, "spin_limit": 0, **given}))
 
 
@@ -90,7 +97,8 @@ def test_ends(preset: str, rows: int, layers: int, ctas: int, length: int) -> No
 
 
 @pytest.mark.parametrize(
-    "event", [("arrive", "all"), ("arrive", "route"), ("route",), ("post", "q", 3), ("post", "lat", 3)]
+    "event",
+    [("arrive", "all"), ("arrive", "route"), ("route",), ("post", "q", 3), ("post", "lat", 3)],
 )
 def test_a_lost_event_is_found(event: tuple[str, ...]) -> None:
     op = shaped("tiny", 8, 5, 8)
@@ -99,7 +107,10 @@ def test_a_lost_event_is_found(event: tuple[str, ...]) -> None:
     assert simulate(op, programs) != ""
 
 
-@pytest.mark.parametrize("lengths", [[64] * 8, [900, 810, 886, 830, 838, 790, 869, 815], [0, 5000, 0, 1, 64, 65, 0, 9000], [1] * 8])
+@pytest.mark.parametrize(
+    "lengths",
+    [[64] * 8, [900, 810, 886, 830, 838, 790, 869, 815], [0, 5000, 0, 1, 64, 65, 0, 9000], [1] * 8],
+)
 def test_pieces_of_sums_are_nobodys_twice(lengths: list[int]) -> None:
     """Piece CTA + request; a request's lie together, as those who join them take for granted."""
     op = shaped("tp8", 8, 4, 132)
