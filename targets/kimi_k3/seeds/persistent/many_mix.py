@@ -73,14 +73,14 @@ def add_token(
     start = box(c, "attn", turn_of(c, h.layer, LAYERS), op) + Int64(token) * (
         2 * op.pitch(d.hidden)
     )
-    own, others = Int32(g.vecs), Int64(0)
+    near, others = Int32(g.vecs), Int64(0)
     if not h.second:
         before = h.layer - 1 if h.layer > 0 else Int32(0)
         what = Int32(field(c, before, F["kind"], COUNT))
         if cutlass.const_expr("E" in d.ffn):
             start = box(c, "delta", turn_of(c, routed - 1), op)
             start += Int64(token) * (2 * op.pitch(d.hidden_local))
-        own = Int32(d.hidden_local // 8)
+        near = Int32(d.hidden_local // 8)
         if cutlass.const_expr(d.hidden_local < d.hidden and "E" in d.ffn):
             if h.step > 0 and what & IS_DENSE == 0:
                 others = field(c, before, F["remote_delta"], COUNT)
@@ -88,19 +88,19 @@ def add_token(
         if cutlass.const_expr("D" in d.ffn):
             if what & IS_DENSE != 0:
                 start = box(c, "dense", Int32(0), op) + Int64(token) * (2 * op.pitch(d.hidden))
-                own = Int32(g.vecs)
+                near = Int32(g.vecs)
     if h.step == 0:
-        own = Int32(0)
+        near = Int32(0)
         if cutlass.const_expr(d.first > 0):
             others = io.delta.iterator.toint() + Int64(token) * (2 * d.hidden)
     there = h.step + d.first > 0
     for v in cutlass.range_constexpr(g.per):
         i = vector(c, v, g)
         if i < g.vecs and there:
-            peek((start if i < own else others - Int64(own) * 16) + Int64(i) * 16, rD[None, v])
+            peek((start if i < near else others - Int64(near) * 16) + Int64(i) * 16, rD[None, v])
     for v in cutlass.range_constexpr(g.per):
         i = vector(c, v, g)
-        if i < own:
+        if i < near:
             insist(start + Int64(i) * 16, rD[None, v], 2, op)
     anew = h.second and h.opens
     for v in cutlass.range_constexpr(g.per):
