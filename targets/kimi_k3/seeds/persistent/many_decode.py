@@ -55,12 +55,19 @@ from targets.kimi_k3.seeds.persistent.many_setup import requests_of, tiles_of
 from targets.kimi_k3.seeds.persistent.mix import early, late, weigh_vectors
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, lasting, open_cta
 from targets.kimi_k3.seeds.persistent.tile_device import Tiles
+from targets.kimi_k3.seeds.persistent.tile_pack import (
+    code_copies,
+    copies_fit,
+    pack_experts,
+    with_copies,
+)
 
 TUNABLES = {
     "ring_stages": (0, 7, 6, 5, 4, 3, 2),
     "consumer_warps": (14,),
     "ctas": (0, 4, 8, 12, 16, 32, 64, 128, 132),
     "in_flight": (2, 0, 3, 4, 1),
+    "packed": (1, 0),
     "jitter": (0, 16384),
     "spin_limit": (0, 2000000, 200000),
 }
@@ -194,20 +201,29 @@ def tokens_kernel(
             move_taps(c, io.slots, op)
 
 
+def tokens_shape(dims, cfg):
+    """tile_pack is of the candidate's, which the plain sizes do not import."""
+    return many_shape(dims, cfg, bool(cfg.packed) and "E" in dims.ffn and copies_fit(dims))
+
+
 def workspace(dims, cfg):
-    op = many_shape(dims, cfg)
+    op = tokens_shape(dims, cfg)
     own = op.ctas * dims.hidden * (1 + dims.bank_rows - dims.bank_old)
     return {
         **lasting(op), "kept": ("bf16", (own,), "undefined", "step"),
         "weigh": ("f32", ((2 * dims.layers + 1) * dims.hidden,), "undefined", "persistent"),
+        **(code_copies(dims) if op.packed else {}),
     }  # fmt: skip
 
 
 @cute.jit
 def prepare(t, cfg, stream):
-    """All boxes empty; products of norms and projections of AttnRes."""
+    """All boxes empty; products of norms and projections of AttnRes; copies of the experts' codes."""
     empty_boxes(t.workspace.mail, stream)
     w = t.weights
+    if cutlass.const_expr(tokens_shape(cfg.dims, cfg).packed):
+        experts = tuple(w.layers[n] for n in range(cfg.dims.layers) if cfg.dims.ffn[n] == "E")
+        pack_experts(experts, t.workspace.packed, cfg.dims, stream)
     halves = [x for n in range(cfg.dims.layers) for x in (w.layers[n], w.layers[n])]
     norms = [x.mlp_res_norm if k % 2 else x.attn_res_norm for k, x in enumerate(halves)]
     projs = [x.mlp_res_proj if k % 2 else x.attn_res_proj for k, x in enumerate(halves)]
@@ -219,8 +235,11 @@ def prepare(t, cfg, stream):
 @cute.jit
 def step(t, cfg, stream):
     """The layers of the run, then h = the closing AttnRes and out = bf(RMS(h; out_norm))."""
-    d, op = cfg.dims, many_shape(cfg.dims, cfg)
-    names, tensors = table(layer_tensors(t, n, d) for n in range(d.layers))
+    d, op = cfg.dims, tokens_shape(cfg.dims, cfg)
+    found = [layer_tensors(t, n, d) for n in range(d.layers)]
+    if cutlass.const_expr(op.packed):
+        found = with_copies(found, t.workspace.packed)
+    names, tensors = table(found)
     i, o, w = t.inputs, t.outputs, t.workspace
     has_k, has_m = "K" in d.attn, "M" in d.attn
     io = Io(

@@ -59,7 +59,10 @@ class ManyTiles(TileOp):
 
 @dataclass(frozen=True)
 class ManyOp(Op):
-    """`Op` for two to eight tokens; `tiles_op` has what the products want to know."""
+    """`Op` for two to eight tokens; `tiles_op` has what the products want to know. packed: codes come from copies that
+    `tile_pack` made."""
+
+    packed: bool = False
 
     def __post_init__(self):
         heads = max(self.d.kda_heads, self.d.mla_heads)
@@ -79,7 +82,13 @@ class ManyOp(Op):
     @property
     def tiles_op(self):
         return ManyTiles(
-            self.d, self.ctas, self.warps, self.stages, self.spin, in_flight=self.in_flight
+            self.d,
+            self.ctas,
+            self.warps,
+            self.stages,
+            self.spin,
+            in_flight=self.in_flight,
+            packed=self.packed,
         )
 
     @property
@@ -188,7 +197,7 @@ class ManyOp(Op):
         return sum(-(-x // 16) * 16 for x in sizes)
 
 
-def many_shape(dims, cfg):
+def many_shape(dims, cfg, packed=False):
     """Raises ValueError for what this kernel does not compute."""
     if dims.rows < 2:
         raise ValueError("this persistent kernel is for two to eight rows")
@@ -203,7 +212,7 @@ def many_shape(dims, cfg):
     for stages in (cfg.ring_stages,) if cfg.ring_stages else (7, 6, 5, 4, 3, 2):
         op = ManyOp(
             dims, ctas, cfg.consumer_warps, stage, stages, cfg.spin_limit, tiled=True, in_flight=cfg.in_flight,
-            jitter=cfg.jitter, bank=False,
+            jitter=cfg.jitter, bank=False, packed=packed,
         )  # fmt: skip
         if op.used <= SHARED_MEMORY:
             return op

@@ -37,7 +37,7 @@ class Within(Case):
         ("tiny-tp2", 8, 5, 0, None, {"ctas": 8}),
         ("tiny", 8, 3, 2, 9, {"ctas": 12, "ring_stages": 2, "in_flight": 0}),
         ("tiny-tp2", 4, 2, 3, 40, {"ctas": 16}),
-        ("tiny-tp2", 4, 2, 3, 300, {"ctas": 4, "ring_stages": 3}),
+        ("tiny-tp2", 4, 2, 3, 300, {"ctas": 4, "ring_stages": 3, "packed": 0}),
     ],
     ids=["two", "eight", "one page each", "fewer pages than CTAs", "long"],
 )
