@@ -21,7 +21,7 @@ from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import smem
 from targets.kimi_k3.seeds.persistent.boxes import box
-from targets.kimi_k3.seeds.persistent.device import Ctx, at, field
+from targets.kimi_k3.seeds.persistent.device import Ctx, at, consumers, field
 from targets.kimi_k3.seeds.persistent.edges import arrive, hint, leave, wait
 from targets.kimi_k3.seeds.persistent.fields import (
     COUNT,
@@ -118,6 +118,9 @@ def consume_tokens(c: Ctx, t: Tiles, io: Io, own: Int64, given: tuple, op: cutla
                 wait(c, edge, op)
             else:
                 wait(c, edge, op, acquire=False)
+        else:
+            # where several warps have the same columns, one of them writes the prefix that all have read
+            consumers(op)
         timeline.mark(c.track, "mix", h.layer)
         add_token(c, h, routed, rP, io, own, op)
         keep_token(c, h, rP, banks, io, op)
