@@ -86,7 +86,8 @@ def scores(c: Ctx, it: Int32, sQ: cute.Tensor, op: cutlass.Constexpr):
                     )
                 if g + 8 < d.mla_heads:
                     cute.autovec_copy(
-                        cute.local_tile(sQ, (4,), ((g + 8) * (words // 4) + k * 4 + q,)), rA[None, 1]
+                        cute.local_tile(sQ, (4,), ((g + 8) * (words // 4) + k * 4 + q,)),
+                        rA[None, 1],
                     )
                 mma_16x32(rC, rA, rB)
         scale = (d.qk_nope + d.qk_rope) ** -0.5
@@ -235,9 +236,7 @@ def send_sums(
 
 
 @cute.jit
-def send_narrow(
-    c: Ctx, here: Int64, sState: cute.Tensor, rC: cute.Tensor, op: cutlass.Constexpr
-):
+def send_narrow(c: Ctx, here: Int64, sState: cute.Tensor, rC: cute.Tensor, op: cutlass.Constexpr):
     """Pairs of columns of rC over the sum of their head's weights, into the box at `here`."""
     size = min(4, op.value_each // 2)
     rOut = cute.make_rmem_tensor(cute.make_layout((size,)), Uint32)

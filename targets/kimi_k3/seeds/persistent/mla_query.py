@@ -83,7 +83,9 @@ def absorb(c: Ctx, rW: cute.Tensor, turn: Int32, op: cutlass.Constexpr):
                 part = cute.local_tile(rS, (4,), (k,))
                 cute.autovec_copy(part, cute.local_tile(sPart, (4,), (place + k,)))
         consumers(op)
-        post_sums(c, "query", turn, (head * d.kv_dim + 8 * first, 8 * n), sPart, (groups, pitch), op)
+        post_sums(
+            c, "query", turn, (head * d.kv_dim + 8 * first, 8 * n), sPart, (groups, pitch), op
+        )
         if c.cta % op.slices == 0 and c.tid < d.qk_rope:
             pe = sHead[d.qk_nope + c.tid].to(Float32)
             post(c, "query", turn, head * d.kv_dim + d.kv_lora + c.tid, pe, op)

@@ -24,6 +24,9 @@ class Op:
     couples: pairs of rows in hand where a stage has many; then, where it has two, it is given back before its product.
     missing: CTAs that may not have hinted yet when boxes are looked into; what is in a box says so itself. kept: the
     prefix, and the bank's rows if `bank` and there is room, stay in shared memory.
+    Of MLA: narrow: CTAs send their pages' attention as it is, in f16 (a latent beyond 65504 would not fit), else its
+    sums in f32. spread: eight lanes share a column of sums over groups of threads, else one thread has it. brisk:
+    scores in two chains of products, a barrier less a page.
     """
 
     d: object
@@ -42,6 +45,9 @@ class Op:
     idle: int = 0
     bank: bool = True
     burst: int = 0
+    narrow: bool = False
+    spread: bool = False
+    brisk: bool = False
 
     def __post_init__(self):
         channels = 2 * self.d.head_dim + self.state_rows if "K" in self.d.attn else 0
@@ -114,8 +120,8 @@ class Op:
             h = d.mla_heads
             wanted += [
                 ("a", 2, d.a_proj_rows), ("q", 2, h * (d.qk_nope + d.qk_rope)), ("query", 2, h * d.kv_dim),
-                ("stats", 4, self.ctas * h * 2), ("sums", self.sums_size, self.ctas * h * d.kv_lora), ("lat", 2, h * d.kv_lora),
-                ("out", 2, d.mla_dim),
+                ("stats", 4, self.ctas * h * 2), ("sums", self.sums_size, self.ctas * h * d.kv_lora),
+                ("lat", 2, h * d.kv_lora), ("out", 2, d.mla_dim),
             ]  # fmt: skip
         if "E" in d.ffn:
             wanted += [

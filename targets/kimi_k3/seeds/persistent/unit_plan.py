@@ -6,6 +6,7 @@ Plain Python, computed while compiling. No CuTe DSL.
 from dataclasses import dataclass
 
 from targets.kimi_k3.seeds.persistent.plan import Op
+from targets.kimi_k3.seeds.persistent.stages import most
 from targets.kimi_k3.seeds.persistent.tile_plan import TileOp, refuse_others_tiles
 
 
@@ -30,19 +31,13 @@ class DecodeOp(Op):
     """`Op` of the decode step. units: experts as `units` has them, else as `moe_experts`. shared_first: with them, both
     halves of the shared expert come before the experts, else the second between theirs. router_first: with them, the
     router's rows are a matrix of their own before the latent's, so that the choice is known earlier. twos: stages of
-    two wide rows that a warp sums up together. packed: codes of the units come from copies that `tile_pack` made.
-    narrow: CTAs send their pages' attention as it is, in f16, else its sums in f32. spread: eight lanes share a column
-    of sums over groups of threads, else one thread has it. brisk: scores in two chains of products, a barrier less a
-    page."""
+    two wide rows that a warp sums up together. packed: codes of the units come from copies that `tile_pack` made."""
 
     units: bool = False
     shared_first: bool = False
     router_first: bool = False
     twos: int = 1
     packed: bool = False
-    narrow: bool = False
-    spread: bool = False
-    brisk: bool = False
 
     def __post_init__(self):
         super().__post_init__()
