@@ -32,9 +32,9 @@ class FolderJudge:
         """Raises Waiting until the verdict was recorded."""
         sha = job.artifact.name
         against = job.incumbent.name if job.incumbent else "nothing"
-        if job.timeline is not None:
-            against = MARKED
         name = f"{sha}-{job.tier}-{against}.json"
+        if job.timeline is not None:  # the same look whatever tier it follows: asked for once
+            name = f"{sha}-{MARKED}.json"
         found = read_json(self.files.folder / "imported" / name)
         if found is not None:
             return from_json(found)
@@ -63,8 +63,8 @@ class FolderJudge:
 
 
 def verdict_name(artifact: str, tier: str, marked: bool) -> str:
-    """The file that `kernelgen judge -o` writes: a look at the build with marks does not replace the judgement."""
-    return f"{artifact}-{tier}{'-' + MARKED if marked else ''}.json"
+    """The file that `kernelgen judge -o` writes: a look at the build with marks does not replace a judgement."""
+    return f"{artifact}-{MARKED if marked else tier}.json"
 
 
 def requests(files: RunFiles) -> Path:
@@ -88,13 +88,12 @@ def accept(files: RunFiles, verdict: Verdict) -> bool:
     """
     taken = False
     marked = "compare" in verdict.seconds  # only who runs both builds compares them
-    for path in sorted(requests(files).glob(f"{verdict.artifact}-{verdict.tier}-*.json")):
+    which = MARKED if marked else f"{verdict.tier}-*"
+    for path in sorted(requests(files).glob(f"{verdict.artifact}-{which}.json")):
         imported = files.folder / "imported" / path.name
         if imported.exists():
             continue
         request: Any = read_json(path)
-        if marked != path.stem.endswith(f"-{MARKED}"):
-            continue
         kind = request["device"].partition(":")[0]
         pairs = (
             ("target", verdict.target, request["target"]),

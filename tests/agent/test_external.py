@@ -238,10 +238,11 @@ def test_a_look_at_the_build_with_marks_is_asked_for_and_taken_apart_from_the_ju
     job = run.request()
     assert accept(run.files, fakes.FakeJudge().judge(job))
     marked = replace(job, timeline=job.artifact)
-    with pytest.raises(Waiting, match=f"--timeline {job.artifact} .*-screen-timeline.json"):
+    with pytest.raises(Waiting, match=f"--timeline {job.artifact} .*[0-9a-f]-timeline.json"):
         FolderJudge(run.files).judge(marked)
     judged = fakes.FakeJudge().judge(job)
     assert not accept(run.files, judged)
     seen = replace(judged, seconds={"compare": 0.1, "timeline": 0.2})
     assert accept(run.files, seen)
-    assert FolderJudge(run.files).judge(marked).seconds == seen.seconds
+    for tier in (Tier.SCREEN, Tier.FULL):
+        assert FolderJudge(run.files).judge(replace(marked, tier=tier)).seconds == seen.seconds

@@ -81,7 +81,8 @@ def _work() -> list[Planted]:
             ("in cutlass.range(d.topk, unroll_full=True):", "in cutlass.range(d.topk - 1, unroll_full=True):")),
         bug(_PART, "routing", "weights-not-normalised", "weights are the scores themselves",
             *((f"c.{kept}[c.lane] = round_bf16(s / total)", f"c.{kept}[c.lane] = round_bf16(s)")
-              for kept in ("weights", "share"))),
+              for kept in ("weights", "share")),
+            options=_SHARDED),  # where nothing of other ranks is added, the norm behind it takes any factor away
         bug(_PART, "order", "shared-expert-dropped", "the shared expert's result is not added",
             ('"delta", turn, first + i, u + c.own[i], op)', '"delta", turn, first + i, u, op)')),
         bug(_PART, "context", "partial-page-skipped", "a page that is not full is not read",

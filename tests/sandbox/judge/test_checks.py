@@ -50,11 +50,14 @@ def looked(by: float, band: Any, *spare: str) -> tuple[Failure | None, list[str]
     return Checker(case).check(moment, band), reference.ran
 
 
-def test_more_schedules_decide_where_an_unusual_problem_is_just_beyond_a_few() -> None:
-    assert looked(0.009, "alone")[0] is None
-    beyond, ran = looked(0.018, "alone")
+@pytest.mark.parametrize("band", ["alone", "share"])
+def test_more_schedules_decide_where_a_problem_beside_the_trial_is_just_beyond_a_few(
+    band: Any,
+) -> None:
+    assert looked(0.009, band)[0] is None
+    beyond, ran = looked(0.018, band)
     assert beyond is not None and beyond.rule == "band" and "luck" not in ran
-    again, ran = looked(0.018, "alone", "luck")
+    again, ran = looked(0.018, band, "luck")
     assert again is None and "luck" in ran
 
 
@@ -63,6 +66,7 @@ def test_more_schedules_decide_where_an_unusual_problem_is_just_beyond_a_few() -
     [
         (0.018, "learn", "luck"),  # usual values have a band of many moments
         (0.0225, "alone", "luck"),  # beyond those, too
+        (0.060, "share", "far"),
         (0.060, "alone", "far"),  # too far for luck: not even asked
     ],
 )
