@@ -7,6 +7,7 @@ exception. Sources are stored, never imported or run here.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from agent.lessons import for_direction
@@ -26,7 +27,11 @@ def propose(state: CandidateState, deps: Deps) -> dict[str, Any]:
         return {"step": 0, "go": "compile"}
     deps.reporter.status(seq, "proposing")
     if state["round"] == 0:
-        start = Proposal(deps.seed_source, "the target's seed")
+        given = deps.settings.start
+        start = Proposal(
+            deps.seed_source,
+            f"{Path(given).name}, given to start from" if given else "the target's seed",
+        )
         return keep(deps, state, 0, start, "propose")
     try:
         proposal = deps.proposer.propose(request(state, deps))

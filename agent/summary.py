@@ -56,6 +56,7 @@ def summarise(place: Place, ended: Ended, settings: RunSettings) -> Summary:
     data: dict[str, Any] = {
         "run": ended.run, "how": ended.how, "stop": ended.stop, "improved": ended.improved,
         "waiting": list(ended.waiting), "resume": resume_command(place, ended.run),
+        "start": settings.start,
         "target": settings.target, "device": settings.device,
         "proposer": settings.proposer, "rounds": run["rounds"], "candidates": len(rows),
         "passed": sum(r["status"] == "passed" for r in rows),
@@ -144,7 +145,8 @@ def _text(data: dict[str, Any], verdict: Verdict | None, folder: Path | None) ->
 
 def _numbers(data: dict[str, Any], verdict: Verdict) -> list[str]:
     name = verdict.device.get("name") or verdict.device.get("kind")
-    which = "the seed" if not data["improved"] else f"candidate {data['best']['candidate']}"
+    which = "what it started from" if data["start"] else "the seed"
+    which = f"candidate {data['best']['candidate']}" if data["improved"] else which
     lines = [f"  best: {which}, judged at tier {verdict.tier}, trust {verdict.trust}, on {name}"]
     row = search.workload(verdict)
     if row is not None and verdict.timing is not None:

@@ -90,6 +90,8 @@ def test_nothing_better_is_exit_code_1(call: Call, tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(kernel(100))
     done = optimize(call, "--start", "start.py")
     assert (done.exit_code, "nothing left to try" in done.stdout) == (1, True)
+    assert "best: what it started from" in done.stdout
+    assert "start.py, given to start from" in call("show", "last-0").stdout
 
 
 def test_a_spent_budget_is_exit_code_3_and_resume_goes_on(call: Call) -> None:
