@@ -215,7 +215,7 @@ def test_what_is_refused_is_a_row_of_the_file(
     asked = ["bench", "--target", TARGET, "--device", "cuda", "-o", str(out), "--db", str(tmp_path / "r.db"),
              "--layers", "4", "--row", "tp8:2:8k", "--row", "tp8:3:8k", "--row", "tp8:64:1m"]  # fmt: skip
     result = CliRunner().invoke(main, asked)
-    assert result.exit_code == 1
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     refused = [r for r in rows if r["status"] == "unsupported"]
     assert [(r["m"], r["context"]) for r in refused] == [(3, 8192), (64, 1 << 20)]
