@@ -146,7 +146,7 @@ class Op:
     @property
     def sums_size(self):
         """Bytes of an element of MLA's sums."""
-        return 4
+        return 2 if self.narrow else 4
 
     @property
     def fresh_at(self):

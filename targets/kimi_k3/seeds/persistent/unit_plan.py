@@ -71,10 +71,6 @@ class DecodeOp(Op):
             return rows
         return max(rows, 16 * self.tile.held, 16 * self.tile.down_tiles)
 
-    @property
-    def sums_size(self):
-        return 2 if self.narrow else 4
-
     def groups_of(self, each):
         """(vectors, groups, floats from one group's sums to the next's) where a thread has `each` of a CTA's columns of
         the latent. With `spread` eight rows of sums are in different banks."""
