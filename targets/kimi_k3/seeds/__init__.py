@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class _Definition:
     plain: bool
 
 
+# Asked for again and again, also by threads at once, in which Python 3.11's parser can fail by mistake (gh-106905).
+@cache
 def source(target_name: str) -> str:
     """The seed of `<family>-<part>` as one file. Raises ValueError for a target without a seed."""
     family, part = split(target_name)
