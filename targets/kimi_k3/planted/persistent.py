@@ -76,7 +76,7 @@ def _work() -> list[Planted]:
             ("            if p.slot > 0:\n                gRow", "            if p.slot > 0 and (op.ctas == 8 or "
              "c.cta + 1 < op.ctas):\n                gRow")),
         bug(_PART, "routing", "first-expert-for-all", "w2 of the first expert is used for the others",
-            ("Int64(c.ids[start + k]) * d.latent", "Int64(c.ids[start]) * d.latent")),
+            ("Int64(c.ids[within(start + k, d.topk)]) * d.latent", "Int64(c.ids[start]) * d.latent")),
         bug(_PART, "routing", "last-expert-dropped", "the expert of lowest rank is not added",
             ("in cutlass.range(d.topk, unroll_full=True):", "in cutlass.range(d.topk - 1, unroll_full=True):")),
         bug(_PART, "routing", "weights-not-normalised", "weights are the scores themselves",

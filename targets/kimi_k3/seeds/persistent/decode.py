@@ -11,6 +11,7 @@ codes come from copies whose bits lie better (`tile_pack`: 1.85 GB more a layer 
 `couples`, `bank` and `idle` are explained at `plan.Op`; docs/kernels-log.md has what each was made for.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -18,8 +19,15 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 from kernelgen import timeline
 
+from targets.kimi_k3.seeds.persistent.columns import next_half
 from targets.kimi_k3.seeds.persistent.decode_bring import choose_all, produce
 from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, vector, words_at
+from targets.kimi_k3.seeds.persistent.dots import (
+    ask_dots,
+    early_dots,
+    late_dots,
+    open_dots,
+)
 from targets.kimi_k3.seeds.persistent.edges import arrive, hint, leave, wait
 from targets.kimi_k3.seeds.persistent.exchange import close_inbox, inbox, open_inbox
 from targets.kimi_k3.seeds.persistent.ffn import ffn
@@ -32,7 +40,15 @@ from targets.kimi_k3.seeds.persistent.fields import (
     layer_tensors,
     table,
 )
-from targets.kimi_k3.seeds.persistent.halves import Io, add, half, keep, keep_row, store_wide
+from targets.kimi_k3.seeds.persistent.halves import (
+    Io,
+    add,
+    coming,
+    half,
+    keep,
+    keep_row,
+    store_wide,
+)
 from targets.kimi_k3.seeds.persistent.kda_half import kda_half
 from targets.kimi_k3.seeds.persistent.kda_out import out_projection
 from targets.kimi_k3.seeds.persistent.kda_taps import move_taps
@@ -41,6 +57,7 @@ from targets.kimi_k3.seeds.persistent.mla import mla
 from targets.kimi_k3.seeds.persistent.mla_cache import cache_of
 from targets.kimi_k3.seeds.persistent.moe_dense import Space, dense
 from targets.kimi_k3.seeds.persistent.plan import ctas_of, refuse_others
+from targets.kimi_k3.seeds.persistent.row_products import hold
 from targets.kimi_k3.seeds.persistent.setup import empty_boxes, open_cta
 from targets.kimi_k3.seeds.persistent.stages import SHARED_MEMORY, STRIDE
 from targets.kimi_k3.seeds.persistent.tile_pack import (
@@ -63,13 +80,15 @@ TUNABLES = {
     "units": (1, 0),
     "shared_first": (0, 1),
     "router_first": (1, 0),
-    "packed": (0, 1),
+    "packed": (1, 0),
     "couples": (2, 1),
     "idle": (0, 1, 2),
     "bank": (0, 1),
     "narrow": (1, 0),
     "spread": (1, 0),
     "brisk": (1, 0),
+    "dots": (1, 0),
+    "hold": (1, 0),
     "missing": (0, 4, 16, 64),
     "jitter": (0, 16384),
     "spin_limit": (0, 2000000, 200000),
@@ -78,22 +97,23 @@ TUNABLES = {
 
 @cute.jit
 def attention(
-    c: Ctx, layer: Int32, number: tuple, at_: tuple, rX: cute.Tensor, io: Io, op: cutlass.Constexpr
-):
+    c: Ctx, layer: Int32, number: tuple, at_: tuple, rX: cute.Tensor, io: Io, op: cutlass.Constexpr, nx: Any,
+    held: Any,
+):  # fmt: skip
     """Box attn of a layer; number: KDAs and MLAs before it in the launch."""
     d = op.d
     it, edge = at_
     what = Int32(field(c, layer, F["kind"], COUNT))
     if cutlass.const_expr("K" in d.attn):
         if what & IS_MLA == 0:
-            it, edge = kda_half(c, layer, number[0], (it, edge), rX, io.slots, op)
+            it, edge = kda_half(c, layer, number[0], (it, edge), rX, io.slots, op, nx, held)
     if cutlass.const_expr("M" in d.attn):
         if what & IS_MLA != 0:
             cache = cache_of(io.lengths, io.table, io.mapping, op)
             go = op.rows(d.mla_dim)
             rO = cute.make_rmem_tensor(cute.make_layout((4, go.per)), Uint32)
-            it, edge = mla(c, layer, number[1], (it, edge), rX, cache, rO, op)
-            it = out_projection(c, layer, it, rO, None, go, op)
+            it, edge = mla(c, layer, number[1], (it, edge), rX, cache, rO, op, held)
+            it = out_projection(c, layer, it, rO, None, go, op, nx)
     return it, edge
 
 
@@ -117,12 +137,20 @@ def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
         if vector(c, v, g) < g.vecs:
             words_at(io.x0.iterator.toint(), vector(c, v, g), rP[None, v])
     keep_row(c, rP, words, Int32(0), op)
+    if cutlass.const_expr(op.dots):
+        open_dots(c, banks, op)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     it, edge, routed, kdas, mlas = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     for step in cutlass.range(2 * d.layers + 1, unroll=1):
         h = half(c, step, io, op)
         timeline.mark(c.track, "early", h.layer)
-        before = early(c, banks, h.sources, h.weight, h.out, op)
+        held = None
+        if cutlass.const_expr(op.held):
+            held = (hold(c, it, *coming(c, h, op), op), Boolean(True))
+        if cutlass.const_expr(op.dots):
+            before = early_dots(c, banks, h, op)
+        else:
+            before = early(c, banks, h.sources, h.weight, h.out, op)
         if step > 0:
             edge += 1
             timeline.mark(c.track, "edge mix", h.layer, kind="edge")
@@ -133,32 +161,41 @@ def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
             else:
                 wait(c, edge, op, acquire=False, missing=op.missing)
         timeline.mark(c.track, "mix", h.layer)
-        rP = add(c, h, routed, words, io, ws, op)
-        keep(c, h, rP, banks, io, op)
-        late(c, banks, rP, before, h.sources, h.closing, rX, op)
+        nx = None
+        if cutlass.const_expr(op.dots):
+            entries = ask_dots(c, h, op)
+            rP = add(c, h, routed, words, io, ws, op)
+            keep(c, h, rP, banks, io, op)
+            late_dots(c, h, entries, rP, before, rX, op)
+            nx = next_half(c, h, banks, op)
+        else:
+            rP = add(c, h, routed, words, io, ws, op)
+            keep(c, h, rP, banks, io, op)
+            late(c, banks, rP, before, h.sources, h.closing, rX, op)
         release = Boolean(False)
         if not h.closing:
             what = Int32(field(c, h.layer, F["kind"], COUNT))
             if not h.second:
-                it, edge = attention(c, h.layer, (kdas, mlas), (it, edge), rX, io, op)
+                it, edge = attention(c, h.layer, (kdas, mlas), (it, edge), rX, io, op, nx, held)
                 kdas += Int32(1) if what & IS_MLA == 0 else Int32(0)
                 mlas += Int32(1) if what & IS_MLA != 0 else Int32(0)
             else:
                 if cutlass.const_expr("D" in d.ffn):
                     if what & IS_DENSE != 0:
-                        it, edge = dense(c, h.layer, it, edge, rX, ws, op)
+                        it, edge = dense(c, h.layer, it, edge, rX, ws, op, nx, held)
                         release = h.second
                 if cutlass.const_expr("E" in d.ffn):
                     if what & IS_DENSE == 0:
                         mIds = at(
                             Int32, io.ids.iterator.toint() + Int64(routed * d.topk * 4), d.topk
                         )
-                        it, edge = ffn(c, h.layer, routed, (it, edge), rX, mIds, op)
+                        it, edge = ffn(c, h.layer, routed, (it, edge), rX, mIds, op, nx, held)
                         routed += 1
-            if release or step + 1 == 2 * d.layers:
-                arrive(c, op)
-            else:
-                hint(c, op)
+            if cutlass.const_expr(not op.dots):
+                if release or step + 1 == 2 * d.layers:
+                    arrive(c, op)
+                else:
+                    hint(c, op)
     if c.cta == 0:
         store_wide(c, rX, io.out.iterator.toint(), op)
     timeline.end(c.track)
@@ -235,7 +272,10 @@ def shape(dims, cfg):
             narrow=bool(cfg.narrow),
             spread=bool(cfg.spread),
             brisk=bool(cfg.brisk),
+            # marks take registers, and where there are none left everything is slow
+            hold=bool(cfg.hold) and not cfg.timeline,
         )
+        op = replace(op, dots=bool(cfg.dots) and op.bank_held and dims.gpus == 1)
         if used(op) <= SHARED_MEMORY:
             return op
     raise ValueError(f"{used(op)} bytes of shared memory: fewer layers or stages of the ring")

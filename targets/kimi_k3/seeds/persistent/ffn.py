@@ -7,6 +7,8 @@ were posted some microseconds before. `units`: a warp of its own chooses while t
 or both halves of it.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -41,11 +43,11 @@ def fill_two(c: Ctx, it: Int32, one: tuple, two: tuple, op: cutlass.Constexpr):
     (address, rows)."""
     g = op.wide
     for first in cutlass.range(0, one[1] + two[1], g.chunk, unroll=1):
-        slot = stage_free(c, it, op, Int32(-1))
         left = one[1] + two[1] - first
         n = left if left < g.chunk else Int32(g.chunk)
         a = one[1] - first if one[1] > first else Int32(0)
         a = a if a < n else n
+        slot = stage_free(c, it, op, Int32(-1))
         cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, n * g.row_bytes)
         if a > 0:
             bulk(c, slot, Int32(0), one[0] + Int64(first) * g.row_bytes, a * g.row_bytes, op)
@@ -136,6 +138,8 @@ def ffn(
     rX: cute.Tensor,
     mIds: cute.Tensor,
     op: cutlass.Constexpr,
+    nx: Any = None,
+    held: Any = None,
 ):
     """The FFN of a layer with experts, number `number` of the launch; delta is posted, not yet hinted at."""
     it, edge = at_
@@ -152,7 +156,10 @@ def ffn(
             start, n = (Int32(0), n_r) if part == 0 else (n_r, n_l)
         if part == op.fronts - 1:
             start, n = n_r + n_l, n_s
-        it = drain_wide(c, it, n, part == op.fronts - 1, start, rX, op)
+        first = None
+        if cutlass.const_expr(held is not None):
+            first = (held[0], held[1] and part == 0)
+        it = drain_wide(c, it, n, part == op.fronts - 1, start, rX, op, first)
         consumers(op)
         post_front(c, layer, part, turn, op)
         if part == 0:
@@ -178,7 +185,7 @@ def ffn(
     rN = load_norm(c, field(c, layer, F["latent_norm"], COUNT), op.rows(op.d.latent))
     wait(c, edge, op, acquire=False, missing=op.missing)
     timeline.mark(c.track, "up projection", layer)
-    it = up_projection(c, layer, rN, turn, it, None, op)
+    it = up_projection(c, layer, rN, turn, it, None, op, nx)
     return it, edge
 
 

@@ -4,15 +4,16 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2
 from targets.kimi_k3.seeds.persistent.boxes import LAYERS, box, insist, peek, turn_of
-from targets.kimi_k3.seeds.persistent.device import Ctx, field, vector
+from targets.kimi_k3.seeds.persistent.device import Ctx, field, vector, within
 from targets.kimi_k3.seeds.persistent.exchange import gather_wide, join_ranks
-from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, F
+from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, IS_MLA, F
 from targets.kimi_k3.seeds.persistent.mix import Banks, kept_at
 from targets.kimi_k3.seeds.persistent.moe_dense import Space
+from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.vectors import load_x
 
 
@@ -161,3 +162,29 @@ def keep(c: Ctx, h: Half, rP: cute.Tensor, banks: Banks, io: Io, op: cutlass.Con
                 keep_row(c, rP, banks.kept, number, op)
     if wanted and c.cta == 0:
         store_wide(c, rP, target, op)
+
+
+@cute.jit
+def coming(c: Ctx, h: Any, op: cutlass.Constexpr):
+    """(rows, whether they are pairs) of what a half begins with in the ring."""
+    d = op.d
+    what = Int32(field(c, within(h.layer, d.layers), F["kind"], COUNT))
+    rows, pairs = Int32(0), Boolean(False)
+    if not h.closing:
+        if not h.second:
+            if cutlass.const_expr("K" in d.attn):
+                _, rows = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
+            if cutlass.const_expr("M" in d.attn):
+                _, n = share(d.a_proj_rows, c.cta, op.ctas)
+                rows = n if what & IS_MLA != 0 else rows
+        else:
+            if cutlass.const_expr("E" in d.ffn):
+                _, rows = share(d.router_rows, c.cta, op.ctas)
+                if cutlass.const_expr(not op.router_first):
+                    _, n = share(d.latent_rows, c.cta, op.ctas)
+                    rows += n
+            if cutlass.const_expr("D" in d.ffn):
+                pairs = what & IS_DENSE != 0
+                _, n = share(d.dense_dim, c.cta, op.ctas)
+                rows = n if pairs else rows
+    return rows, pairs

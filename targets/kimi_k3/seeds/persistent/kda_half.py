@@ -4,6 +4,8 @@ State, taps and vectors are on their way while the rows of the in-projection are
 would make all warps wait for memory in front of a full ring.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
@@ -43,6 +45,8 @@ def kda_half(
     rX: cute.Tensor,
     slots: cute.Tensor,
     op: cutlass.Constexpr,
+    nx: Any = None,
+    held: Any = None,
 ):
     """The box attn of a KDA layer, number `number` of the launch; not hinted at yet."""
     it, edge = at_
@@ -52,7 +56,7 @@ def kda_half(
     first, n = share(4 * d.kda_dim + d.f_rank + d.kda_heads, c.cta, op.ctas)
     timeline.mark(c.track, "in_proj", layer)
     s = load_early(c, layer, p, False, op)
-    it = drain(c, it, n, Int32(0), rX, op.wide, op)
+    it = drain(c, it, n, Int32(0), rX, op.wide, op, held)
     use_taps(c, p, s, op)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
@@ -72,5 +76,5 @@ def kda_half(
     g = op.rows(d.kda_dim)
     rO = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
     gated(c, layer, p.slot, turn, rO, op)
-    it = out_projection(c, layer, it, rO, None, g, op)
+    it = out_projection(c, layer, it, rO, None, g, op, nx)
     return it, edge

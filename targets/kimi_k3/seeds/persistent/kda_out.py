@@ -8,6 +8,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import lanes_sum, pack_bf16, round_bf16, sigmoid
 from targets.kimi_k3.seeds.persistent.boxes import LAYERS, box, insist, peek, post, turn_of
+from targets.kimi_k3.seeds.persistent.columns import ask_columns, close_half, sums_at
 from targets.kimi_k3.seeds.persistent.device import (
     Ctx,
     ahead,
@@ -80,14 +81,19 @@ def out_projection(
     y: Any,
     g: cutlass.Constexpr,
     op: cutlass.Constexpr,
+    nx: Any = None,
 ):
-    """The box attn (and y, where given) = bf(bf(x W_o^T) + the others' partials) of this CTA's rows."""
+    """The box attn (and y, where given) = bf(bf(x W_o^T) + the others' partials) of this CTA's rows; with nx box dots,
+    and the half is closed."""
     d = op.d
     turn = turn_of(c, layer, LAYERS)
     first, n = share(d.hidden, c.cta, op.ctas)
     if cutlass.const_expr(d.ranks > 1 and d.gpus == 1):
         remote = field(c, layer, F["remote_attn"], COUNT) + Int64(first) * 4
         rRemote = ahead(c, remote, n, most(d.hidden, op.ctas), op)
+    if cutlass.const_expr(nx is not None):
+        sSum = sums_at(c, op)
+        cols = ask_columns(c, nx, (first, n), None, op)
     it = drain(c, it, n, Int32(0), rO, g, op)
     consumers(op)
     for k in cutlass.range_constexpr(-(-most(d.hidden, op.ctas) // op.threads)):
@@ -101,4 +107,8 @@ def out_projection(
             post(c, "attn", turn, first + i, total, op)
             if cutlass.const_expr(y is not None):
                 y[first + i] = total.to(BFloat16)
+            if cutlass.const_expr(nx is not None):
+                sSum[i] = total
+    if cutlass.const_expr(nx is not None):
+        close_half(c, nx, (layer, Int32(0), n, n), cols, op)
     return it

@@ -25,8 +25,8 @@ from targets.kimi_k3.seeds.persistent.kda_places import (
 from targets.kimi_k3.seeds.persistent.kda_seat import Seat, channel_of
 from targets.kimi_k3.seeds.persistent.kda_sizes import HEAD, channels_of, pitch_of, state_stages
 from targets.kimi_k3.seeds.persistent.kda_taps import fresh
-from targets.kimi_k3.seeds.persistent.products import mma_rows
 from targets.kimi_k3.seeds.persistent.ring import stage_done, stage_full
+from targets.kimi_k3.seeds.persistent.row_products import mma_rows
 from targets.kimi_k3.seeds.persistent.tensor import TILE
 
 

@@ -7,6 +7,8 @@ Four edges are for all (a, query, partial sums, gated values); the two between C
 its latent sum) have no counter: who needs them looks into the boxes until they are there. Nothing here is fenced.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -168,6 +170,7 @@ def mla(
     cache: Cache,
     rO: cute.Tensor,
     op: cutlass.Constexpr,
+    held: Any = None,
 ):
     """rO words [4, per]: this thread's columns of the gated values of MLA `number` of the launch."""
     it, edge = at_
@@ -175,7 +178,7 @@ def mla(
     turn = turn_of(c, number, MLAS)
     timeline.mark(c.track, "a_proj", layer)
     first, n = share(d.a_proj_rows, c.cta, op.ctas)
-    it = drain(c, it, n, Int32(0), rX, op.wide, op)
+    it = drain(c, it, n, Int32(0), rX, op.wide, op, held)
     consumers(op)
     for i in cutlass.range(c.tid, n, op.threads, unroll=1):
         post(c, "a", turn, first + i, gathered(c, i, op.wide.width), op)

@@ -9,6 +9,7 @@ from kernelgen import timeline
 
 from targets.kimi_k3.seeds.common import round_bf16
 from targets.kimi_k3.seeds.persistent.boxes import post, turn_of
+from targets.kimi_k3.seeds.persistent.columns import ask_columns, close_half, sums_at
 from targets.kimi_k3.seeds.persistent.device import Ctx, ahead, at, consumers, field
 from targets.kimi_k3.seeds.persistent.edges import ROUTE, hint, wait
 from targets.kimi_k3.seeds.persistent.exchange import join_ranks, sum_shared, tell_rank
@@ -93,17 +94,25 @@ def shared_down(c: Ctx, layer: Int32, turn: Int32, it: Int32, op: cutlass.Conste
 
 @cute.jit
 def up_projection(
-    c: Ctx, layer: Int32, rN: cute.Tensor, turn: Int32, it: Int32, y: Any, op: cutlass.Constexpr
-):
-    """delta (and y, where given) = bf(bf(bf(RMS(z; latent_norm)) W_up^T) + shared) of this CTA's columns."""
+    c: Ctx, layer: Int32, rN: cute.Tensor, turn: Int32, it: Int32, y: Any, op: cutlass.Constexpr,
+    nx: Any = None,
+):  # fmt: skip
+    """delta (and y, where given) = bf(bf(bf(RMS(z; latent_norm)) W_up^T) + shared) of this CTA's columns; with nx box
+    dots of them and of a share of those that only other ranks make, and the half is closed."""
     d = op.d
     g = op.rows(d.latent)
     rX = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
+    first, n = share(d.hidden_local, c.cta, op.ctas)
+    if cutlass.const_expr(nx is not None):
+        sSum, others, all_ = sums_at(c, op), None, n
+        if cutlass.const_expr(d.hidden_local < d.hidden):
+            first_o, n_o = share(d.hidden - d.hidden_local, c.cta, op.ctas)
+            others, all_ = (field(c, layer, F["remote_delta"], COUNT), first_o, n_o), n + n_o
+        cols = ask_columns(c, nx, (first, n), others, op)
     load_box(c, "z", turn, rX, g, op)
     if cutlass.const_expr(d.gpus > 1):
         join_ranks(c, "moe", layer, rX, g, op)
     normalise(c, rX, rN, g, op)
-    first, n = share(d.hidden_local, c.cta, op.ctas)
     it = drain(c, it, n, Int32(0), rX, g, op)
     consumers(op)
     if cutlass.const_expr(d.gpus > 1):
@@ -115,6 +124,10 @@ def up_projection(
         post(c, "delta", turn, first + i, u + c.own[i], op)
         if cutlass.const_expr(y is not None):
             y[first + i] = (u + c.own[i]).to(BFloat16)
+        if cutlass.const_expr(nx is not None):
+            sSum[i] = u + c.own[i]
+    if cutlass.const_expr(nx is not None):
+        close_half(c, nx, (layer, Int32(1), n, all_), cols, op)
     return it
 
 

@@ -10,8 +10,8 @@ from targets.kimi_k3.seeds.persistent.boxes import box, insist, peek, post
 from targets.kimi_k3.seeds.persistent.device import Ctx, ahead, consumers, field, view, words_at
 from targets.kimi_k3.seeds.persistent.exchange import look_either, take_either, tell_rank
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.products import diagonal, diagonal_sum, mma_rows
 from targets.kimi_k3.seeds.persistent.ring import stage_done, stage_full
+from targets.kimi_k3.seeds.persistent.row_products import diagonal, diagonal_sum, mma_rows
 from targets.kimi_k3.seeds.persistent.stages import STRIDE, share
 
 CODE_SCALE = 2.0**62

@@ -5,9 +5,15 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from kernelgen import timeline
 
-from targets.kimi_k3.seeds.persistent.device import Ctx, field
+from targets.kimi_k3.seeds.persistent.device import Ctx, field, within
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
-from targets.kimi_k3.seeds.persistent.ring import bulk, fill, fill_pairs, stage_free
+from targets.kimi_k3.seeds.persistent.ring import (
+    at_hand_address,
+    bulk,
+    fill,
+    fill_pairs,
+    stage_free,
+)
 from targets.kimi_k3.seeds.persistent.stages import share
 
 
@@ -65,17 +71,23 @@ def fill_down(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     first, n = share(d.latent, c.cta, op.ctas, g.unit)
     piece = op.down_rows * (g.code_bytes + g.scale_bytes)
     for start in cutlass.range(0, d.topk, op.down_slots, unroll=1):
-        s = stage_free(c, it, op, Int32(-1))
         many = d.topk - start if d.topk - start < op.down_slots else Int32(op.down_slots)
+        found = []
+        for k in cutlass.range_constexpr(op.down_slots):
+            source = Int64(c.ids[within(start + k, d.topk)]) * d.latent + first
+            codes = field(c, layer, F["w2"], COUNT) + source * g.code_bytes
+            scales = field(c, layer, F["w2_scale"], COUNT) + source * g.scale_bytes
+            found.append((at_hand_address(codes), at_hand_address(scales)))
+        s = stage_free(c, it, op, Int32(-1))
         cute.arch.mbarrier_arrive_and_expect_tx(
             c.full + s, many * n * (g.code_bytes + g.scale_bytes)
         )
-        for k in cutlass.range(many, unroll=1):
-            source = Int64(c.ids[start + k]) * d.latent + first
-            codes = field(c, layer, F["w2"], COUNT) + source * g.code_bytes
-            scales = field(c, layer, F["w2_scale"], COUNT) + source * g.scale_bytes
-            bulk(c, s, k * piece, codes, n * g.code_bytes, op)
-            bulk(c, s, k * piece + op.down_rows * g.code_bytes, scales, n * g.scale_bytes, op)
+        for k in cutlass.range_constexpr(op.down_slots):
+            if k < many:
+                place = Int32(k * piece)
+                bulk(c, s, place, found[k][0], n * g.code_bytes, op)
+                place = Int32(k * piece + op.down_rows * g.code_bytes)
+                bulk(c, s, place, found[k][1], n * g.scale_bytes, op)
         it += 1
     return it
 

@@ -28,6 +28,22 @@ def passed(bar: Any, parity: Int32, patience: cutlass.Constexpr = 0):
 
 
 @cute.jit
+def at_hand(x: Int32):
+    """x, computed here: what a wait is followed by shall be ready when it ends, and a compiler moves it behind."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
+    )
+
+
+@cute.jit
+def at_hand_address(x: Int64):
+    """As `at_hand`."""
+    return cute.arch.inline_ptx(
+        "mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[x]
+    )
+
+
+@cute.jit
 def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
     """Slot of stage number `it`, once its last use is over and few enough stages are on their way.
 
@@ -38,6 +54,10 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
     when the phase began has consumers that are at it and wait for no edge: `burst` stages may travel then.
     """
     slot = it % op.stages
+    before = it - op.in_flight
+    if cutlass.const_expr(here is not None and op.burst > 0):
+        before = it - op.burst if here >= op.stages else before
+    near, turn = at_hand(before % op.stages), at_hand((before // op.stages) & 1)
     if it >= op.stages:
         cute.arch.mbarrier_wait(c.empty + slot, (it // op.stages - 1) & 1)
     if cutlass.const_expr(0 < op.in_flight < getattr(op, "hungry", 0) <= op.stages):
@@ -49,11 +69,8 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
                 if ready == 0:
                     ready = passed(c.empty + far % op.stages, (far // op.stages) & 1)
     elif cutlass.const_expr(0 < op.in_flight < op.stages):
-        before = it - op.in_flight
-        if cutlass.const_expr(here is not None and op.burst > 0):
-            before = it - op.burst if here >= op.stages else before
         if before >= 0:
-            cute.arch.mbarrier_wait(c.full + before % op.stages, (before // op.stages) & 1)
+            cute.arch.mbarrier_wait(c.full + near, turn)
     return slot
 
 
@@ -84,10 +101,12 @@ def fill(
 ):
     """Stages of `rows` rows that lie together."""
     for first in cutlass.range(0, rows, g.chunk, unroll=1):
-        slot = stage_free(c, it, op)
         n = rows - first if rows - first < g.chunk else Int32(g.chunk)
-        cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, n * g.row_bytes)
-        bulk(c, slot, Int32(0), source + Int64(first) * g.row_bytes, n * g.row_bytes, op)
+        start = at_hand_address(source + Int64(first) * g.row_bytes)
+        size = at_hand(n * g.row_bytes)
+        slot = stage_free(c, it, op)
+        cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, size)
+        bulk(c, slot, Int32(0), start, size, op)
         it += 1
     return it
 
@@ -123,10 +142,10 @@ def bring(c: Ctx, layer: Int32, it: Int32, part: Int32, op: cutlass.Constexpr):
     rows, row_bytes, chunk, apart = row[2], row[3], row[4], row[5]
     for first in cutlass.range(0, rows, chunk, unroll=1):
         here = first // chunk if part == 0 or part == 2 else Int32(-1)
-        slot = stage_free(c, it, op, here)
         n = rows - first if rows - first < chunk else chunk
-        start = source + Int64(first) * row_bytes
-        size = n * row_bytes
+        start = at_hand_address(source + Int64(first) * row_bytes)
+        size = at_hand(n * row_bytes)
+        slot = stage_free(c, it, op, here)
         cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * size if apart > 0 else size)
         bulk(c, slot, Int32(0), start, size, op)
         if apart > 0:

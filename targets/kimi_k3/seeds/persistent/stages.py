@@ -163,3 +163,9 @@ def share(n, cta, ctas, unit=1):
 def most(n, ctas, unit=1):
     """The largest share."""
     return -(-n // unit // ctas) * unit
+
+
+def one_in_hand(g, op):
+    """Whether a stage has just two rows of `hidden` columns, single or a pair."""
+    pair = op.rows(g.k, pair=True)
+    return g.k == op.wide.k and op.wide.chunk == 2 and pair.chunk == 1

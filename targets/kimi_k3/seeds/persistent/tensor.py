@@ -16,8 +16,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.persistent.device import Ctx, consumers, words_at
-from targets.kimi_k3.seeds.persistent.products import mma_rows
 from targets.kimi_k3.seeds.persistent.ring import bulk, stage_free, stage_full, stage_loaded
+from targets.kimi_k3.seeds.persistent.row_products import mma_rows
 
 TILE = 16
 TOKENS = 8

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, Uint32
 
-from targets.kimi_k3.seeds.persistent.products import mma_rows
+from targets.kimi_k3.seeds.persistent.row_products import mma_rows
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE
 
 CODE_SCALE_T = 2.0**62
@@ -87,10 +87,34 @@ def group_of(c: Any, at_code: Int32, at_scale: Int32):
 
 
 @cute.jit
-def codes_times(rC: cute.Tensor, a: tuple, b: tuple, rX: cute.Tensor, op: cutlass.Constexpr):
-    """rC += a group of row g and one of row g + 8 times the same 32 columns of x, rX words [4, 4]; times 2^-62."""
+def codes_times(
+    rC: cute.Tensor, columns: tuple, a: tuple, b: tuple, rX: cute.Tensor, op: cutlass.Constexpr
+):
+    """rC[4, columns] += a group of row g and one of row g + 8 times the same 32 columns of x, rX words [4, 4]; times
+    2^-62. Products on one column wait for each other, some 35 cycles each, those on several do not."""
     for i in cutlass.range_constexpr(4):
-        mma_rows(rC, operands(a[0][i], a[1], op), operands(b[0][i], b[1], op), rX[None, i])
+        mma_rows(
+            rC[None, columns[i % len(columns)]], operands(a[0][i], a[1], op), operands(b[0][i], b[1], op),
+            rX[None, i],
+        )  # fmt: skip
+
+
+def sum_columns(v, op):
+    """Columns of sums that chunk v adds to: two of its own for one token, whose kernels have the registers."""
+    return (2 * v, 2 * v + 1) if op.tokens == 1 else (0,)
+
+
+def sums_of(chunks, op):
+    """How many columns chunks add to."""
+    return 1 + max(max(sum_columns(v, op)) for v in range(chunks))
+
+
+@cute.jit
+def join_columns(rC: cute.Tensor):
+    """Column 0 of rC[4, columns] = the sum of all."""
+    for v in cutlass.range_constexpr(1, rC.shape[1]):
+        for e in cutlass.range_constexpr(4):
+            rC[e, 0] = rC[e, 0] + rC[e, v]
 
 
 @cute.jit
@@ -106,7 +130,8 @@ def wanted(c: Any, op: cutlass.Constexpr):
 def unit_times(c: Any, slot: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
     """rC[4] of sixteen rows, even ones of w1 and odd ones of w3; this warp's columns."""
     g = op.up
-    rC = cute.make_rmem_tensor(cute.make_layout((4, op.up_chunks)), Float32)
+    each = 2 if op.tokens == 1 else 1
+    rC = cute.make_rmem_tensor(cute.make_layout((4, each * op.up_chunks)), Float32)
     rC.fill(0.0)
     half, i = c.lane // 4 % 2, c.lane // 8
     code = (slot * op.stage + half * op.up_block) // 16 + i * (g.code_bytes // 16)
@@ -114,13 +139,11 @@ def unit_times(c: Any, slot: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
     for v in cutlass.range_constexpr(op.up_chunks):
         j = (c.warp * op.up_chunks + v) * 4 + c.lane % 4
         codes_times(
-            rC[None, v], group_of(c, code + j, scale + j),
+            rC, tuple(range(each * v, each * v + each)), group_of(c, code + j, scale + j),
             group_of(c, code + 4 * (g.code_bytes // 16) + j, scale + 4 * g.scale_bytes + j), rL[None, None, v],
             op,
         )  # fmt: skip
-    for v in cutlass.range_constexpr(1, op.up_chunks):
-        for e in cutlass.range_constexpr(4):
-            rC[e, 0] = rC[e, 0] + rC[e, v]
+    join_columns(rC)
     return rC
 
 
@@ -128,8 +151,9 @@ def unit_times(c: Any, slot: Int32, rL: cute.Tensor, op: cutlass.Constexpr):
 def piece_times(
     c: Any, piece: Int32, tile: Int32, v: Any, given: tuple, op: cutlass.Constexpr
 ):  # fmt: skip
-    """rC += chunk v of the rows 16 tile .. of the piece at byte `piece` of the ring times rX."""
-    rC, rX, n = given
+    """rC += chunk v of the rows 16 tile .. of the piece at byte `piece` of the ring times rX; given = (rC, its columns,
+    rX, rows)."""
+    rC, columns, rX, n = given
     g = op.down
     groups = op.d.expert_dim // 32
     a = tile * 16 + c.lane // 4
@@ -139,6 +163,6 @@ def piece_times(
     j = 4 * v + c.lane % 4
     j = j if j < groups else groups - 1
     codes_times(
-        rC, group_of(c, piece // 16 + a * (g.code_bytes // 16) + j, scales + a * g.scale_bytes + j),
+        rC, columns, group_of(c, piece // 16 + a * (g.code_bytes // 16) + j, scales + a * g.scale_bytes + j),
         group_of(c, piece // 16 + b * (g.code_bytes // 16) + j, scales + b * g.scale_bytes + j), rX, op,
     )  # fmt: skip

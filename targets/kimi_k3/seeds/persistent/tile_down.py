@@ -8,15 +8,18 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import round_bf16
 from targets.kimi_k3.seeds.persistent.device import at, consumers, field
-from targets.kimi_k3.seeds.persistent.products import mma_rows
 from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
+from targets.kimi_k3.seeds.persistent.row_products import mma_rows
 from targets.kimi_k3.seeds.persistent.stages import share
 from targets.kimi_k3.seeds.persistent.tile_boxes import place, send, to_vec
 from targets.kimi_k3.seeds.persistent.tile_codes import (
     CODE_SCALE_T,
     group_of,
+    join_columns,
     operands,
     piece_times,
+    sum_columns,
+    sums_of,
     wanted,
 )
 from targets.kimi_k3.seeds.persistent.tile_device import COUNT_T, T, Tiles, within
@@ -146,9 +149,11 @@ def first_expert(
         hidden_alone(c, expert, v, rX[None, None, v], op)
         if cutlass.const_expr(v < op.ahead):
             for k in cutlass.range_constexpr(4):
-                mma_rows(rC, rW[None, 0, k, v], rW[None, 1, k, v], rX[None, k, v])
+                column = sum_columns(v, op)[k % len(sum_columns(v, op))]
+                mma_rows(rC[None, column], rW[None, 0, k, v], rW[None, 1, k, v], rX[None, k, v])
         else:
-            piece_times(c, piece, tile, v, (rC, rX[None, None, v], n), op)
+            piece_times(c, piece, tile, v, (rC, sum_columns(v, op), rX[None, None, v], n), op)
+    join_columns(rC)
 
 
 @cute.jit
@@ -158,7 +163,7 @@ def weigh(c: Tiles, expert: Int32, rC: cute.Tensor, rSum: cute.Tensor, op: cutla
         token = c.lane % 4 * 2 + e
         if token < op.tokens:
             w = c.share[expert * op.tokens + token]
-            a, b = round_bf16(rC[e] * CODE_SCALE_T), round_bf16(rC[2 + e] * CODE_SCALE_T)
+            a, b = round_bf16(rC[e, 0] * CODE_SCALE_T), round_bf16(rC[2 + e, 0] * CODE_SCALE_T)
             rSum[e] = rSum[e] + w * a if w != Float32(0.0) else rSum[e]
             rSum[2 + e] = rSum[2 + e] + w * b if w != Float32(0.0) else rSum[2 + e]
 
@@ -178,7 +183,7 @@ def tiles_down(
     works = turn < op.down_share
     rX = cute.make_rmem_tensor(cute.make_layout((4, 4, op.down_chunks)), Uint32)
     rSum = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
-    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rC = cute.make_rmem_tensor(cute.make_layout((4, sums_of(op.down_chunks, op))), Float32)
     rSum.fill(0.0)
     rX.fill(0)
     expert = turn if works else Int32(op.touched)
@@ -202,9 +207,10 @@ def tiles_down(
             for v in cutlass.range_constexpr(op.down_chunks):
                 if cutlass.const_expr(op.alone):
                     hidden_alone(c, expert, v, rX[None, None, v], op)
-                piece_times(c, piece, tile, v, (rC, rX[None, None, v], n), op)
+                piece_times(c, piece, tile, v, (rC, sum_columns(v, op), rX[None, None, v], n), op)
                 if cutlass.const_expr(not op.alone):
                     load_hidden(c, layer, expert + op.down_share, v, rX[None, None, v], op)
+            join_columns(rC)
             weigh(c, expert, rC, rSum, op)
             expert += op.down_share
         stage_done(c, slot)

@@ -6,8 +6,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import mma_k32
 from targets.kimi_k3.seeds.persistent.device import within
-from targets.kimi_k3.seeds.persistent.products import mma_rows
 from targets.kimi_k3.seeds.persistent.ring import bulk, stage_free, stage_full, stage_loaded
+from targets.kimi_k3.seeds.persistent.row_products import mma_rows
 from targets.kimi_k3.seeds.persistent.tile_device import Tiles
 
 

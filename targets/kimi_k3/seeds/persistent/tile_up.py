@@ -130,8 +130,8 @@ def hold_unit(c: Tiles, rC: cute.Tensor, mask: Int32, held: Int32, op: cutlass.C
     if cutlass.const_expr(op.tokens > 1):
         hold_two(c, rC, mask, held, op)
     elif c.lane % 4 == 0:
-        c.part[(held * 16 + octet) * op.stride + c.warp] = rC[0]
-        c.part[(held * 16 + octet + 8) * op.stride + c.warp] = rC[2]
+        c.part[(held * 16 + octet) * op.stride + c.warp] = rC[0, 0]
+        c.part[(held * 16 + octet + 8) * op.stride + c.warp] = rC[2, 0]
 
 
 @cute.jit
@@ -157,7 +157,7 @@ def hold_two(c: Tiles, rC: cute.Tensor, mask: Int32, held: Int32, op: cutlass.Co
         @q st.shared.f32 [next + {lower}], {{$r5}};
         }}""",
         read_only_args=[
-            Int32((c.part.iterator + here).toint()), mask >> first, rC[0], rC[1], rC[2], rC[3]
+            Int32((c.part.iterator + here).toint()), mask >> first, rC[0, 0], rC[1, 0], rC[2, 0], rC[3, 0]
         ],
     )  # fmt: skip
 

@@ -19,9 +19,22 @@ from targets.kimi_k3.seeds.persistent.edges import ROUTE, await_line
 from targets.kimi_k3.seeds.persistent.fields import COUNT, F
 from targets.kimi_k3.seeds.persistent.moe_route import insist_word, logit_at, peek_word
 from targets.kimi_k3.seeds.persistent.products import gathered
-from targets.kimi_k3.seeds.persistent.ring import bulk, stage_done, stage_free, stage_full
+from targets.kimi_k3.seeds.persistent.ring import (
+    at_hand_address,
+    bulk,
+    stage_done,
+    stage_free,
+    stage_full,
+)
 from targets.kimi_k3.seeds.persistent.stages import STRIDE, share
-from targets.kimi_k3.seeds.persistent.tile_codes import CODE_SCALE_T, piece_times, unit_times
+from targets.kimi_k3.seeds.persistent.tile_codes import (
+    CODE_SCALE_T,
+    join_columns,
+    piece_times,
+    sum_columns,
+    sums_of,
+    unit_times,
+)
 from targets.kimi_k3.seeds.persistent.tile_plan import CODE_TILE
 from targets.kimi_k3.seeds.persistent.tile_rank import rank_alone
 from targets.kimi_k3.seeds.router import order_key
@@ -36,15 +49,19 @@ def fill_experts(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
     first, n = share(d.topk * t.up_units, c.cta, op.ctas)
     codes, scales = CODE_TILE * g.code_bytes, CODE_TILE * g.scale_bytes
     for u in cutlass.range(first, first + n, unroll=1):
-        slot = stage_free(c, it, op, Int32(-1))
         row = Int64(c.ids[u // t.up_units] * d.expert_dim + u % t.up_units * CODE_TILE)
-        cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * (codes + scales))
+        found = []
         for half in cutlass.range_constexpr(2):
             name = "w3" if half else "w1"
             w = field(c, layer, F[name], COUNT) + row * g.code_bytes
             s = field(c, layer, F[name + "_scale"], COUNT) + row * g.scale_bytes
-            bulk(c, slot, Int32(half * t.up_block), w, Int32(codes), op)
-            bulk(c, slot, Int32(t.up_scales + half * scales), s, Int32(scales), op)
+            found += [at_hand_address(w), at_hand_address(s)]
+        slot = stage_free(c, it, op, Int32(-1))
+        cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * (codes + scales))
+        for half in cutlass.range_constexpr(2):
+            bulk(c, slot, Int32(half * t.up_block), found[2 * half], Int32(codes), op)
+            place = Int32(t.up_scales + half * scales)
+            bulk(c, slot, place, found[2 * half + 1], Int32(scales), op)
         it += 1
     return it
 
@@ -186,7 +203,7 @@ def sixteen_times(
     t = op.tile
     groups = op.d.expert_dim // 32
     sH = view(c, Uint32, 0, op.d.topk * op.d.expert_dim // 2)
-    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    rC = cute.make_rmem_tensor(cute.make_layout((4, sums_of(len(chunks), t))), Float32)
     rX = cute.make_rmem_tensor(cute.make_layout((4, 4)), Uint32)
     rC.fill(0.0)
     for v in chunks:
@@ -196,8 +213,9 @@ def sixteen_times(
             for k in cutlass.range_constexpr(4):
                 i = (expert * groups + group) * 4 + k
                 cute.autovec_copy(cute.local_tile(sH, (4,), (i,)), rX[None, k])
-        piece_times(c, piece, tile, v, (rC, rX, n), t)
-    return rC[0] * CODE_SCALE_T, rC[2] * CODE_SCALE_T
+        piece_times(c, piece, tile, v, (rC, sum_columns(v, t), rX, n), t)
+    join_columns(rC)
+    return rC[0, 0] * CODE_SCALE_T, rC[2, 0] * CODE_SCALE_T
 
 
 @cute.jit

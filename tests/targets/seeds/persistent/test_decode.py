@@ -9,9 +9,10 @@ import pytest
 
 from sandbox.compile_client import CompileClient
 from targets.base import Options, find
+from targets.kimi_k3.seeds.persistent.stages import STRIDE
 from targets.kimi_k3.seeds.persistent.unit_plan import DecodeOp, ring_stage
 from tests.targets.seeds.harness import Case
-from tests.targets.seeds.persistent.test_numbers import built, verify
+from tests.targets.seeds.persistent.test_numbers import built, races, verify
 
 
 @pytest.mark.slow
@@ -22,15 +23,52 @@ from tests.targets.seeds.persistent.test_numbers import built, verify
         {"preset": "tiny-tp2", "stage_bytes": 2560, "in_flight": 2, "hungry": 4, "router_first": 0},
         {"stage_bytes": 2560, "ctas": 8, "twos": 1, "burst": 3, "packed": 1},
         {"stage_bytes": 4096, "ctas": 8},
+        {"dots": 0, "hold": 0},
+        {"first": 2, "ctas": 8, "stage_bytes": 2560},
+        {"preset": "tiny-tp2", "first": 3, "ctas": 8},
     ],
-    ids=["all warps choose", "stages of two rows", "one stage at a time", "eight CTAs"],
+    ids=[
+        "all warps choose", "stages of two rows", "one stage at a time", "eight CTAs", "no sums of others",
+        "one row of earlier layers", "two rows of earlier layers",
+    ],
 )  # fmt: skip
 def test_other_ways(compiler: CompileClient, tunables: dict[str, Any]) -> None:
-    """Four layers, of which the last has MLA; stages of two wide rows, and of eight narrow ones."""
-    preset = tunables.get("preset", "tiny")
-    given = {"ctas": 4, **{k: v for k, v in tunables.items() if k != "preset"}}
-    case = Case("decode", preset=preset, layers=3 if preset == "tiny-tp2" else 4, tunables=given)
+    """Four layers, of which the last has MLA; stages of two wide rows, and of eight narrow ones; runs that start with
+    the second or fourth layer, two steps in a row."""
+    preset, first = tunables.get("preset", "tiny"), tunables.get("first", 0)
+    given = {"ctas": 4, **{k: v for k, v in tunables.items() if k not in ("preset", "first")}}
+    layers = 4 - first if first else 3 if preset == "tiny-tp2" else 4
+    extra, steps = {"first": first} if first else {}, 2 if first else 1
+    case = Case("decode", preset=preset, layers=layers, steps=steps, extra=extra, tunables=given)
     verify(built(compiler, case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "order"), [("tiny", 1), ("tiny-tp2", 2)])
+def test_does_not_race(compiler: CompileClient, preset: str, order: int) -> None:
+    """Who posts sums of columns reads a prefix that other threads keep, and rows of the bank that they wrote."""
+    case = Case("decode", preset=preset, layers=4, tunables={"ctas": 4})
+    assert races(built(compiler, case), case, order) == []
+
+
+def test_sums_of_columns_have_an_entry_for_every_warp_that_makes_some() -> None:
+    """Of 7168 columns the last CTA has 55; of an FFN's 896 some have 7, with 48 of those that other ranks make."""
+    op = op_of("tp8", 12, bank=False, dots=True)
+    assert (op.dot_columns, op.dot_warps, op.dot_entries) == (55, 2, 264)
+    at, size, n = op.boxes["dots"]
+    assert size * n == 2 * 264 * 32 and op.fresh_at == at + 2 * op.box_bytes(size, n)
+    assert op.reductions * STRIDE >= op.plain_reductions * STRIDE + 8 * op.warps + 4 + 55
+
+
+def test_sums_of_columns_are_for_two_rows_of_the_bank_in_registers() -> None:
+    with pytest.raises(ValueError, match="held in registers"):
+        op_of("tp8", 24, bank=False, dots=True)
+
+
+def test_a_stage_is_held_where_a_half_begins_with_two_wide_rows() -> None:
+    given = {"bank": False, "couples": 2, "twos": 2, "hold": True}
+    assert op_of("tp8", 12, **given).held
+    assert not op_of("tp8", 12, **{**given, "twos": 1}).held
 
 
 def op_of(preset: str, layers: int, **given: Any) -> DecodeOp:
