@@ -8,7 +8,8 @@ last edge, after which what all have read is written.
 
 With `units` a warp of its own chooses experts and brings what a layer needs early into L2, and with `packed` too their
 codes come from copies whose bits lie better (`tile_pack`: 1.85 GB more a layer at tp8, for up to 16 layers). `hungry`,
-`couples`, `bank` and `idle` are explained at `plan.Op`; docs/kernels-log.md has what each was made for.
+`couples`, `bank` and `idle` are explained at `plan.Op`, `dots` and `hold` at `unit_plan.DecodeOp`; docs/kernels-log.md
+has what each was made for.
 """
 
 from dataclasses import replace
