@@ -136,7 +136,7 @@ def _observe(case: Case, pair: Sequence[Rig]) -> dict[str, Any]:
     facts = case.device.facts()
     rate = facts.stream_rate or facts.spec_rate or 0.0
     floor = 1e6 * case.workload.floor.bytes / rate if rate else 0.0
-    trace = decode(rows, _phases(marked.artifact), _blocks(marked.artifact))
+    trace = decode(rows, phases_of(marked.artifact), blocks_of(marked.artifact))
     return describe(trace, Step(us, floor), median(alone), us / median(alone))
 
 
@@ -164,7 +164,7 @@ def _modelled(case: Case, pair: Sequence[Rig]) -> dict[str, Any]:
     marked.arena[ROWS].zero_()
     marked.launch("timeline")
     us = plain.step.modelled_us() or 0.0
-    order = decode(_rows(marked), _phases(marked.artifact), _blocks(marked.artifact))
+    order = decode(_rows(marked), phases_of(marked.artifact), blocks_of(marked.artifact))
     floor = 1e6 * case.workload.floor.bytes / H200.memory_rate
     spread = spread_out(order, us - 1e6 * H200.launch * plain.step.launches)
     return describe(spread, Step(us, floor, "modelled"), us, (marked.step.modelled_us() or us) / us)
@@ -174,7 +174,7 @@ def _rows(r: Rig) -> Table:
     return r.arena[ROWS].view(torch.int32).cpu().numpy().astype(np.int64)
 
 
-def _phases(artifact: Artifact) -> tuple[tuple[str, str], ...]:
+def phases_of(artifact: Artifact) -> tuple[tuple[str, str], ...]:
     """Names and kinds out of the artifact, as text from a candidate. Raises Ended."""
     try:
         found = json.loads(artifact.constants.get(NAMES, b"null"))
@@ -185,7 +185,8 @@ def _phases(artifact: Artifact) -> tuple[tuple[str, str], ...]:
         ) from error
 
 
-def _blocks(artifact: Artifact) -> int:
+def blocks_of(artifact: Artifact) -> int:
+    """Tracks of the first role: the largest grid of a launch that has the rows of marks."""
     grids = [
         x.grid[0] * x.grid[1] * x.grid[2]
         for x in artifact.step.launches

@@ -65,8 +65,8 @@ def spell(bench, art, graph, device, clock, name):
     rows = bench.buffers["workspace.timeline"]
     rows.zero_(); clock.flush_l2(); device.synchronize(); graph.launch(); device.synchronize()
     table = rows.view(torch.int32).cpu().numpy().astype(np.int64)
-    trace = tl.decode(table, tl._phases(art), tl._blocks(art))
-    n = tl._blocks(art)
+    trace = tl.decode(table, tl.phases_of(art), tl.blocks_of(art))
+    n = tl.blocks_of(art)
     for role, lo, hi in (("consumers", 0, n), ("producer", n, 2 * n)):
         spans, starts = defaultdict(list), defaultdict(list)
         order = []
