@@ -8,10 +8,9 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2, high, pack_bf16
 from targets.kimi_k3.seeds.persistent.boxes import LAYERS, post, turn_of
-from targets.kimi_k3.seeds.persistent.device import Ctx, field, within
+from targets.kimi_k3.seeds.persistent.device import Ctx, within
 from targets.kimi_k3.seeds.persistent.edges import arrive, hint
-from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, F
-from targets.kimi_k3.seeds.persistent.mix import Banks, again
+from targets.kimi_k3.seeds.persistent.mix import again
 from targets.kimi_k3.seeds.persistent.stages import STRIDE
 
 VALUES = 8
@@ -25,7 +24,7 @@ class Next(NamedTuple):
     weight: Any
     sources: Any
     anew: Any
-    last: Any
+    releases: Any
 
 
 class Columns(NamedTuple):
@@ -42,17 +41,6 @@ class Columns(NamedTuple):
 def dot_turns(op):
     """Columns of a thread that posts sums."""
     return -(-op.dot_columns // (32 * op.dot_warps))
-
-
-@cute.jit
-def next_half(c: Ctx, h: Any, banks: Banks, op: cutlass.Constexpr):
-    opens = h.opens and not h.second
-    sources = h.sources + (Int32(1) if opens else Int32(0))
-    last = h.step + 1 == 2 * op.d.layers
-    if cutlass.const_expr("D" in op.d.ffn):
-        dense = field(c, within(h.layer, op.d.layers), F["kind"], COUNT) & IS_DENSE != 0
-        last = last or (h.second and dense)
-    return Next(banks, h.weight + 4 * op.d.hidden, sources, opens, last)
 
 
 @cute.jit
@@ -152,7 +140,7 @@ def close_half(c: Ctx, nx: Next, place: tuple, cols: Columns, op: cutlass.Conste
     # ptxas takes the lanes of a warp to be together at the end of the loop over halves, and counts it in registers of
     # the warp; where lanes had parted in the loop over columns they were not, and the loop was counted twice
     cute.arch.sync_warp()
-    if nx.last:
+    if nx.releases:
         arrive(c, op)
     else:
         hint(c, op)

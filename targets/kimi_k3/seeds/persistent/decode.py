@@ -20,7 +20,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 from kernelgen import timeline
 
-from targets.kimi_k3.seeds.persistent.columns import next_half
 from targets.kimi_k3.seeds.persistent.decode_bring import choose_all, produce
 from targets.kimi_k3.seeds.persistent.device import Ctx, at, field, vector, words_at
 from targets.kimi_k3.seeds.persistent.dots import (
@@ -48,6 +47,8 @@ from targets.kimi_k3.seeds.persistent.halves import (
     half,
     keep,
     keep_row,
+    next_half,
+    releases,
     store_wide,
 )
 from targets.kimi_k3.seeds.persistent.kda_half import kda_half
@@ -101,7 +102,8 @@ def attention(
     c: Ctx, layer: Int32, number: tuple, at_: tuple, rX: cute.Tensor, io: Io, op: cutlass.Constexpr, nx: Any,
     held: Any,
 ):  # fmt: skip
-    """Box attn of a layer; number: KDAs and MLAs before it in the launch."""
+    """Box attn of a layer; number: KDAs and MLAs before it in the launch. nx: `columns.Next`, or None without `dots`;
+    held: as of `row_products.drain_pairs`."""
     d = op.d
     it, edge = at_
     what = Int32(field(c, layer, F["kind"], COUNT))
@@ -162,18 +164,16 @@ def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
             else:
                 wait(c, edge, op, acquire=False, missing=op.missing)
         timeline.mark(c.track, "mix", h.layer)
-        nx = None
+        nx, entries = None, None
         if cutlass.const_expr(op.dots):
             entries = ask_dots(c, h, op)
-            rP = add(c, h, routed, words, io, ws, op)
-            keep(c, h, rP, banks, io, op)
+        rP = add(c, h, routed, words, io, ws, op)
+        keep(c, h, rP, banks, io, op)
+        if cutlass.const_expr(op.dots):
             late_dots(c, h, entries, rP, before, rX, op)
             nx = next_half(c, h, banks, op)
         else:
-            rP = add(c, h, routed, words, io, ws, op)
-            keep(c, h, rP, banks, io, op)
             late(c, banks, rP, before, h.sources, h.closing, rX, op)
-        release = Boolean(False)
         if not h.closing:
             what = Int32(field(c, h.layer, F["kind"], COUNT))
             if not h.second:
@@ -184,7 +184,6 @@ def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
                 if cutlass.const_expr("D" in d.ffn):
                     if what & IS_DENSE != 0:
                         it, edge = dense(c, h.layer, it, edge, rX, ws, op, nx, held)
-                        release = h.second
                 if cutlass.const_expr("E" in d.ffn):
                     if what & IS_DENSE == 0:
                         mIds = at(
@@ -193,7 +192,7 @@ def consume(c: Ctx, io: Io, ws: Space, own: Int64, op: cutlass.Constexpr):
                         it, edge = ffn(c, h.layer, routed, (it, edge), rX, mIds, op, nx, held)
                         routed += 1
             if cutlass.const_expr(not op.dots):
-                if release or step + 1 == 2 * d.layers:
+                if releases(c, h, op):
                     arrive(c, op)
                 else:
                     hint(c, op)

@@ -177,6 +177,7 @@ def shares(h: Any, rD: cute.Tensor, rG: cute.Tensor, op: cutlass.Constexpr):
     weighted rows the mix under its norm; of sums and products of rows.
 
     With s_i the weighted rows' sum, the mix is s / total, and 1 / RMS of that is total / sqrt(s.s / n + total^2 eps).
+    Where rows nearly cancel each other, s.s has the rounding of the products it is made of, not its own.
     """
     d = op.d
     last = d.bank_rows

@@ -8,6 +8,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from targets.kimi_k3.seeds.common import add_bf16x2
 from targets.kimi_k3.seeds.persistent.boxes import LAYERS, box, insist, peek, turn_of
+from targets.kimi_k3.seeds.persistent.columns import Next
 from targets.kimi_k3.seeds.persistent.device import Ctx, field, vector, within
 from targets.kimi_k3.seeds.persistent.exchange import gather_wide, join_ranks
 from targets.kimi_k3.seeds.persistent.fields import COUNT, IS_DENSE, IS_MLA, F
@@ -162,6 +163,25 @@ def keep(c: Ctx, h: Half, rP: cute.Tensor, banks: Banks, io: Io, op: cutlass.Con
                 keep_row(c, rP, banks.kept, number, op)
     if wanted and c.cta == 0:
         store_wide(c, rP, target, op)
+
+
+@cute.jit
+def releases(c: Ctx, h: Half, op: cutlass.Constexpr):
+    """Whether the end of a half releases what was written: behind a dense FFN, whose result lies in a plain buffer, and
+    at the last edge."""
+    found = h.step + 1 == 2 * op.d.layers
+    if cutlass.const_expr("D" in op.d.ffn):
+        dense = field(c, within(h.layer, op.d.layers), F["kind"], COUNT) & IS_DENSE != 0
+        found = found or (h.second and dense)
+    return found
+
+
+@cute.jit
+def next_half(c: Ctx, h: Half, banks: Banks, op: cutlass.Constexpr):
+    """What the end of half `h` has to know of the one behind it."""
+    opens = h.opens and not h.second
+    sources = h.sources + (Int32(1) if opens else Int32(0))
+    return Next(banks, h.weight + 4 * op.d.hidden, sources, opens, releases(c, h, op))
 
 
 @cute.jit

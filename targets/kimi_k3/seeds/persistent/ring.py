@@ -54,13 +54,16 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
     when the phase began has consumers that are at it and wait for no edge: `burst` stages may travel then.
     """
     slot = it % op.stages
-    before = it - op.in_flight
-    if cutlass.const_expr(here is not None and op.burst > 0):
-        before = it - op.burst if here >= op.stages else before
-    near, turn = at_hand(before % op.stages), at_hand((before // op.stages) & 1)
+    hungry = 0 < op.in_flight < getattr(op, "hungry", 0) <= op.stages
+    paced = 0 < op.in_flight < op.stages and not hungry
+    if cutlass.const_expr(paced):
+        before = it - op.in_flight
+        if cutlass.const_expr(here is not None and op.burst > 0):
+            before = it - op.burst if here >= op.stages else before
+        near, turn = at_hand(before % op.stages), at_hand((before // op.stages) & 1)
     if it >= op.stages:
         cute.arch.mbarrier_wait(c.empty + slot, (it // op.stages - 1) & 1)
-    if cutlass.const_expr(0 < op.in_flight < getattr(op, "hungry", 0) <= op.stages):
+    if cutlass.const_expr(hungry):
         near, far = it - op.in_flight, it - op.hungry
         if far >= 0:
             ready = Int32(0)
@@ -68,7 +71,7 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
                 ready = passed(c.full + near % op.stages, (near // op.stages) & 1, 128)
                 if ready == 0:
                     ready = passed(c.empty + far % op.stages, (far // op.stages) & 1)
-    elif cutlass.const_expr(0 < op.in_flight < op.stages):
+    elif cutlass.const_expr(paced):
         if before >= 0:
             cute.arch.mbarrier_wait(c.full + near, turn)
     return slot

@@ -72,35 +72,6 @@ def load_row(c: Ctx, first: Int32, rW: cute.Tensor, g: cutlass.Constexpr):
                 cute.autovec_copy(cute.local_tile(c.ring, (4,), (first + i,)), rW[None, v])
 
 
-@cute.jit
-def drain_two(
-    c: Ctx, it: Int32, rows: Int32, pairs: Boolean, base: Int32, rX: cute.Tensor, op: cutlass.Constexpr
-):  # fmt: skip
-    """`drain_wide` where a stage has two rows: it is given back once they are in registers, before their product."""
-    g = op.wide
-    chunk = Int32(1) if pairs else Int32(2)
-    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
-    rA = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    rB = cute.make_rmem_tensor(cute.make_layout((4, g.per)), Uint32)
-    for first in cutlass.range(0, rows, chunk, unroll=1):
-        slot = stage_full(c, it, op)
-        n = Int32(1) if rows - first < chunk else Int32(2)
-        # warps beyond the width make sums that nobody keeps
-        load_row(c, slot * (op.stage // 16), rA, g)
-        load_row(c, slot * (op.stage // 16) + (n - 1) * g.vecs, rB, g)
-        stage_loaded(c, slot)
-        rC.fill(0.0)
-        for v in cutlass.range_constexpr(g.per):
-            mma_rows(rC, rA[None, v], rB[None, v], rX[None, v])
-        x, y = diagonal(c, rC)
-        total = diagonal_sum(x, y)
-        if c.lane < n and c.warp < g.width:
-            row = 2 * first if pairs else first
-            c.part[(base + row + c.lane) * STRIDE + c.warp] = total
-        it += 1
-    return it
-
-
 class Rows2(NamedTuple):
     """Words [4, per] of the two rows of a stage."""
 
@@ -133,6 +104,31 @@ def hold(c: Ctx, it: Int32, rows: Int32, pairs: Boolean, op: cutlass.Constexpr):
     if rows > 0:
         load_stage(c, it, Int32(2) if pairs or rows > 1 else Int32(1), r, op)
     return r
+
+
+@cute.jit
+def drain_two(
+    c: Ctx, it: Int32, rows: Int32, pairs: Boolean, base: Int32, rX: cute.Tensor, op: cutlass.Constexpr
+):  # fmt: skip
+    """`drain_wide` where a stage has two rows: it is given back once they are in registers, before their product."""
+    g = op.wide
+    chunk = Int32(1) if pairs else Int32(2)
+    rC = cute.make_rmem_tensor(cute.make_layout((4,)), Float32)
+    r = no_rows(op)
+    for first in cutlass.range(0, rows, chunk, unroll=1):
+        n = Int32(1) if rows - first < chunk else Int32(2)
+        # warps beyond the width make sums that nobody keeps
+        load_stage(c, it, n, r, op)
+        rC.fill(0.0)
+        for v in cutlass.range_constexpr(g.per):
+            mma_rows(rC, r.a[None, v], r.b[None, v], rX[None, v])
+        x, y = diagonal(c, rC)
+        total = diagonal_sum(x, y)
+        if c.lane < n and c.warp < g.width:
+            row = 2 * first if pairs else first
+            c.part[(base + row + c.lane) * STRIDE + c.warp] = total
+        it += 1
+    return it
 
 
 @cute.jit
