@@ -91,7 +91,7 @@ TUNABLES = {
     "brisk": (1, 0),
     "dots": (1, 0),
     "hold": (1, 0),
-    "missing": (0, 4, 16, 64),
+    "missing": (4, 0, 16, 64),
     "jitter": (0, 16384),
     "spin_limit": (0, 2000000, 200000),
 }
@@ -257,7 +257,7 @@ def shape(dims, cfg):
             cfg.spin_limit,
             in_flight=cfg.in_flight,
             jitter=cfg.jitter,
-            missing=cfg.missing,
+            missing=cfg.missing * ctas // 132,
             kept=True,
             hungry=cfg.hungry,
             burst=cfg.burst,

@@ -47,7 +47,7 @@ def fill_two(c: Ctx, it: Int32, one: tuple, two: tuple, op: cutlass.Constexpr):
         n = left if left < g.chunk else Int32(g.chunk)
         a = one[1] - first if one[1] > first else Int32(0)
         a = a if a < n else n
-        slot = stage_free(c, it, op, Int32(-1))
+        slot = stage_free(c, it, op)
         cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, n * g.row_bytes)
         if a > 0:
             bulk(c, slot, Int32(0), one[0] + Int64(first) * g.row_bytes, a * g.row_bytes, op)

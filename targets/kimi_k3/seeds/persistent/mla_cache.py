@@ -39,7 +39,7 @@ def fill_cache(c: Ctx, layer: Int32, it: Int32, cache: Cache, op: cutlass.Conste
         source = field(c, layer, F["kv"], COUNT) + Int64(cache.table[p]) * size
         for j in cutlass.range_constexpr(op.cache_stages):
             part = min(op.cache_rows, d.page - j * op.cache_rows) * d.kv_dim * 2
-            s = stage_free(c, it, op, Int32(-1))
+            s = stage_free(c, it, op)
             cute.arch.mbarrier_arrive_and_expect_tx(c.full + s, part)
             bulk(c, s, Int32(0), source + j * op.cache_rows * d.kv_dim * 2, Int32(part), op)
             it += 1

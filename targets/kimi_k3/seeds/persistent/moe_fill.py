@@ -78,7 +78,7 @@ def fill_down(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
             codes = field(c, layer, F["w2"], COUNT) + source * g.code_bytes
             scales = field(c, layer, F["w2_scale"], COUNT) + source * g.scale_bytes
             found.append((at_hand_address(codes), at_hand_address(scales)))
-        s = stage_free(c, it, op, Int32(-1))
+        s = stage_free(c, it, op)
         cute.arch.mbarrier_arrive_and_expect_tx(
             c.full + s, many * n * (g.code_bytes + g.scale_bytes)
         )

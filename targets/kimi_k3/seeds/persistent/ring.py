@@ -28,6 +28,15 @@ def passed(bar: Any, parity: Int32, patience: cutlass.Constexpr = 0):
 
 
 @cute.jit
+def ask_until(bar: Any, parity: Int32):
+    """Waits for the phase of that parity of an mbarrier by asking again and again: a lane whose next copy waits for it
+    hears sooner than one that `mbarrier_wait` lets sleep."""
+    ready = Int32(0)
+    while ready == 0:
+        ready = passed(bar, parity)
+
+
+@cute.jit
 def at_hand(x: Int32):
     """x, computed here: what a wait is followed by shall be ready when it ends, and a compiler moves it behind."""
     return cute.arch.inline_ptx(
@@ -44,25 +53,25 @@ def at_hand_address(x: Int64):
 
 
 @cute.jit
-def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
+def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, quick: Any = None):
     """Slot of stage number `it`, once its last use is over and few enough stages are on their way.
 
     What is on its way queues before everything else in the memory system: with a whole ring of 200 KB a CTA an edge
     takes 3 us instead of 0.6. But consumers that find nothing in the ring wait for one stage after another, the longer
     the slower their SM is: while fewer than `hungry` stages are on their way or there, the next one waits for none.
-    here: which stage of its phase it is, or less than zero, in the decode step. Who asks for more than the ring held
-    when the phase began has consumers that are at it and wait for no edge: `burst` stages may travel then.
+    quick: whether consumers are at what is brought and wait for no edge, in the decode step: then `burst` stages may
+    travel.
     """
     slot = it % op.stages
     hungry = 0 < op.in_flight < getattr(op, "hungry", 0) <= op.stages
     paced = 0 < op.in_flight < op.stages and not hungry
     if cutlass.const_expr(paced):
         before = it - op.in_flight
-        if cutlass.const_expr(here is not None and op.burst > 0):
-            before = it - op.burst if here >= op.stages else before
+        if cutlass.const_expr(quick is not None and op.burst > 0):
+            before = it - op.burst if quick else before
         near, turn = at_hand(before % op.stages), at_hand((before // op.stages) & 1)
     if it >= op.stages:
-        cute.arch.mbarrier_wait(c.empty + slot, (it // op.stages - 1) & 1)
+        ask_until(c.empty + slot, (it // op.stages - 1) & 1)
     if cutlass.const_expr(hungry):
         near, far = it - op.in_flight, it - op.hungry
         if far >= 0:
@@ -73,7 +82,7 @@ def stage_free(c: Ctx, it: Int32, op: cutlass.Constexpr, here: Any = None):
                     ready = passed(c.empty + far % op.stages, (far // op.stages) & 1)
     elif cutlass.const_expr(paced):
         if before >= 0:
-            cute.arch.mbarrier_wait(c.full + near, turn)
+            ask_until(c.full + near, turn)
     return slot
 
 
@@ -139,16 +148,19 @@ def fill_pairs(
 @cute.jit
 def bring(c: Ctx, layer: Int32, it: Int32, part: Int32, op: cutlass.Constexpr):
     """Stages of this CTA's rows of matrix number `part` of `decode_bring.parts`: one copy of the code for all of them,
-    which one warp alone would else fetch anew every time."""
+    which one warp alone would else fetch anew every time.
+
+    Quick are those of a layer's first matrix that the ring did not hold when it began, and the first of the shared
+    expert's, which comes behind a stage of a row or two."""
     row = cute.make_tensor(c.list.iterator + part * 6, cute.make_layout((6,)))
     source = c.tab[layer * COUNT + row[0]] + Int64(row[1])
     rows, row_bytes, chunk, apart = row[2], row[3], row[4], row[5]
     for first in cutlass.range(0, rows, chunk, unroll=1):
-        here = first // chunk if part == 0 or part == 2 else Int32(-1)
+        quick = first // chunk >= op.stages if part == 0 or part == 2 else part == 6 and first == 0
         n = rows - first if rows - first < chunk else chunk
         start = at_hand_address(source + Int64(first) * row_bytes)
         size = at_hand(n * row_bytes)
-        slot = stage_free(c, it, op, here)
+        slot = stage_free(c, it, op, quick)
         cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * size if apart > 0 else size)
         bulk(c, slot, Int32(0), start, size, op)
         if apart > 0:

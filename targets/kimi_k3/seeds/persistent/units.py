@@ -56,7 +56,7 @@ def fill_experts(c: Ctx, layer: Int32, it: Int32, op: cutlass.Constexpr):
             w = field(c, layer, F[name], COUNT) + row * g.code_bytes
             s = field(c, layer, F[name + "_scale"], COUNT) + row * g.scale_bytes
             found += [at_hand_address(w), at_hand_address(s)]
-        slot = stage_free(c, it, op, Int32(-1))
+        slot = stage_free(c, it, op, u > first)
         cute.arch.mbarrier_arrive_and_expect_tx(c.full + slot, 2 * (codes + scales))
         for half in cutlass.range_constexpr(2):
             bulk(c, slot, Int32(half * t.up_block), found[2 * half], Int32(codes), op)

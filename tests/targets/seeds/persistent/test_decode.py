@@ -24,12 +24,13 @@ from tests.targets.seeds.persistent.test_numbers import built, races, verify
         {"stage_bytes": 2560, "ctas": 8, "twos": 1, "burst": 3, "packed": 1},
         {"stage_bytes": 4096, "ctas": 8},
         {"dots": 0, "hold": 0},
+        {"missing": 64, "ctas": 8, "stage_bytes": 2560},
         {"first": 2, "ctas": 8, "stage_bytes": 2560},
         {"preset": "tiny-tp2", "first": 3, "ctas": 8},
     ],
     ids=[
         "all warps choose", "stages of two rows", "one stage at a time", "eight CTAs", "no sums of others",
-        "one row of earlier layers", "two rows of earlier layers",
+        "boxes before all hints", "one row of earlier layers", "two rows of earlier layers",
     ],
 )  # fmt: skip
 def test_other_ways(compiler: CompileClient, tunables: dict[str, Any]) -> None:
@@ -44,10 +45,13 @@ def test_other_ways(compiler: CompileClient, tunables: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("preset", "order"), [("tiny", 1), ("tiny-tp2", 2)])
-def test_does_not_race(compiler: CompileClient, preset: str, order: int) -> None:
-    """Who posts sums of columns reads a prefix that other threads keep, and rows of the bank that they wrote."""
-    case = Case("decode", preset=preset, layers=4, tunables={"ctas": 4})
+@pytest.mark.parametrize(
+    ("preset", "order", "missing"), [("tiny", 1, 4), ("tiny-tp2", 2, 4), ("tiny", 2, 64)]
+)
+def test_does_not_race(compiler: CompileClient, preset: str, order: int, missing: int) -> None:
+    """Who posts sums of columns reads a prefix that other threads keep, and rows of the bank that they wrote. With
+    `missing` of 64 one of four CTAs is not waited for."""
+    case = Case("decode", preset=preset, layers=4, tunables={"ctas": 4, "missing": missing})
     assert races(built(compiler, case), case, order) == []
 
 
