@@ -65,7 +65,8 @@ class Queries:
         return found[0]
 
     def candidates(self, run: str) -> list[dict[str, Any]]:
-        """In order of `seq`, each with its last verdict's first measurement."""
+        """In order of `seq`, each with the first measurement of its last verdict; one that came in as evidence beside
+        what the run waited for counts only where there is no other."""
         return self.rows(
             """
             select c.*, p.seq as parent_seq, m.us, m.us_per_layer, m.kind, m.launches,
@@ -76,7 +77,8 @@ class Queries:
             from candidates c
             left join candidates p on p.id = c.parent
             left join verdicts v on v.id = (select id from verdicts
-              where candidate = c.id and (artifact is c.artifact) order by id desc limit 1)
+              where candidate = c.id and (artifact is c.artifact)
+              order by origin = 'imported', id desc limit 1)
             left join measurements m on m.id = (select min(id) from measurements
               where verdict = v.id)
             where c.run = :run order by c.seq""",

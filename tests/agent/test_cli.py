@@ -171,6 +171,12 @@ def test_a_run_judged_elsewhere_is_brought_on_by_record(call: Call, tmp_path: Pa
     assert "best: the seed" in done.stdout
     beside = call("record", run, "v.json")
     assert (beside.exit_code, "kept as evidence" in beside.stdout) == (0, True)
+    # a look that timed nothing, brought in once more, does not stand for what was judged
+    untimed = {**verdict, "timing": None, "outcome": "not_timed", "date": "2026-02-02T00:00:00Z"}
+    Path("t.json").write_text(json.dumps(untimed))
+    assert call("record", run, "t.json").exit_code == 0
+    again = call("resume", run)
+    assert "best: the seed" in again.stdout and "not timed" not in again.stdout
 
 
 def test_judge_runs_no_file_that_only_the_artifact_names(call: Call, tmp_path: Path) -> None:
