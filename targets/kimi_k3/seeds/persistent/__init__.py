@@ -1,4 +1,5 @@
-"""The persistent kernels as candidate files: `source()` bundles what each needs of the modules of this package.
+"""The persistent kernels, and the chains for many tokens (`grouped`), as candidate files: `source()` bundles what each
+needs of the modules of the seeds.
 
 A definition is taken as it is written if the candidate uses it, directly or not, from the module that its user imports
 it from. Nothing here imports CuTe DSL.
@@ -20,8 +21,15 @@ _ENTRIES = {
     "latent-moe-tiles": "persistent.tile_chain",
     "latent-moe": "persistent.moe_chain",
     "kda": "persistent.kda_chain",
+    "latent-moe-grouped": "grouped.latent_moe",
+    "decode-grouped": "grouped.decode",
 }
-_INSTEAD = {"decode": {"common": "persistent.brief"}}
+_GROUPED = {"latent_moe": "grouped.moe", "gemv": "grouped.product"}
+_INSTEAD = {
+    "decode": {"common": "persistent.brief"},
+    "latent-moe-grouped": _GROUPED,
+    "decode-grouped": {"decode": "grouped.decode", **_GROUPED},
+}
 """By part: modules whose definitions stand in for those of the same names in another."""
 _RENAMED = {"decode-rows": {("persistent.mla_attend", "weigh"): "weigh_values"}}
 """By part: names that two of its modules have, and what one of them is called there."""
@@ -53,8 +61,10 @@ class _Module:
 def source(part: str = "decode") -> str:
     """The candidate of `kimi-k3-<part>`. Raises ValueError if two of its definitions have one name."""
     entry, instead = _ENTRIES[part], _INSTEAD.get(part, {})
-    kept: dict[str, list[_Definition]] = {m: [] for m in _order(entry, [])}
-    kept |= {m: [] for m in instead.values()}
+    order = _order(entry, [])
+    for m in instead.values():
+        _order(m, order)
+    kept: dict[str, list[_Definition]] = {m: [] for m in order}
     todo = [(entry, name) for name in _CANDIDATE]
     while todo:
         module, name = todo.pop()
