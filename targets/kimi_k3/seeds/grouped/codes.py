@@ -8,16 +8,14 @@ from cutlass import Int32, Uint32
 
 from targets.kimi_k3.seeds.latent_moe_codes import scale_word, scale_words
 from targets.kimi_k3.seeds.persistent.row_products import mma_rows
-from targets.kimi_k3.seeds.persistent.tile_codes import spread_packed
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Compile-time sizes of one expert product: `rows` of a matrix, `groups` of 32 codes along k, four to a step.
 
-    packed: codes come from copies that `tile_pack` made. A warp multiplies `tile` x 16 rows at a time and has `ring`
-    pieces in registers: up, steps along k, which the warps of a CTA share; down, tiles of all k, of which it makes
-    `turns` rings.
+    A warp multiplies `tile` x 16 rows at a time and has `ring` pieces in registers: up, steps along k, which the warps
+    of a CTA share; down, tiles of all k, of which it makes `turns` rings.
     """
 
     topk: int
@@ -29,7 +27,6 @@ class Tiling:
     turns: int
     pdl: bool
     nv: bool
-    packed: bool = False
 
     @property
     def steps(self):
@@ -67,17 +64,11 @@ def widened(word: Uint32, scale: Uint32):
 
 
 @cute.jit
-def pairs_of_codes(word: Uint32, scale: Uint32, op: cutlass.Constexpr):
-    """Four bf16 pairs of a word of codes, as stored or `packed`."""
-    return spread_packed(word, scale) if cutlass.const_expr(op.packed) else widened(word, scale)
-
-
-@cute.jit
 def times(
-    rC: cute.Tensor, rCode: cute.Tensor, rScale: cute.Tensor, rX: cute.Tensor, op: cutlass.Constexpr
+    rC: cute.Tensor, rCode: cute.Tensor, rScale: cute.Tensor, rX: cute.Tensor, nv: cutlass.Constexpr
 ):
     """rC[4] += this lane's 32 codes of two rows, rCode[4, 2], times its 32 columns of x, rX[4, 4]."""
-    if cutlass.const_expr(op.nv):
+    if cutlass.const_expr(nv):
         a, b = scale_words(rScale[0, 0]), scale_words(rScale[0, 1])
         for i in cutlass.range_constexpr(4):
             two = tuple(widened(rCode[i, r], (a, b)[r][i // 2]) for r in range(2))
@@ -85,8 +76,7 @@ def times(
     else:
         a, b = scale_word(rScale[0, 0]), scale_word(rScale[0, 1])
         for i in cutlass.range(4, unroll_full=True):
-            two = (pairs_of_codes(rCode[i, 0], a, op), pairs_of_codes(rCode[i, 1], b, op))
-            mma_rows(rC, *two, rX[None, i])
+            mma_rows(rC, widened(rCode[i, 0], a), widened(rCode[i, 1], b), rX[None, i])
 
 
 @cute.jit

@@ -6,22 +6,17 @@ by expert, dense products over all tokens, products of the same x and what need 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
 
 from targets.kimi_k3.seeds.common import pick, pick_layer
 from targets.kimi_k3.seeds.decode import bit, bits_before, mask, members, numbered, pick_member
 from targets.kimi_k3.seeds.decode import step as step  # the candidate's
 from targets.kimi_k3.seeds.gemv import gemv, gemv_situ
 from targets.kimi_k3.seeds.gemv_kernel import Extra
-from targets.kimi_k3.seeds.grouped.moe import moe_ffn, moe_workspace, packed_of
+from targets.kimi_k3.seeds.grouped.moe import moe_ffn, moe_workspace
 from targets.kimi_k3.seeds.kda import KDA_STATES, KDA_WEIGHTS, kda_core, kda_workspace
 from targets.kimi_k3.seeds.latent_moe import moe_remote, moe_weights
 from targets.kimi_k3.seeds.mla import mla_core, mla_workspace
 from targets.kimi_k3.seeds.mla_layout import mla_weights
-from targets.kimi_k3.seeds.persistent.tile_pack import (
-    EXPERT_CODES,
-    code_words,
-)
 
 TUNABLES = {
     "up_warps": (4, 8, 2),
@@ -70,14 +65,6 @@ def attention(n, t, cfg: cutlass.Constexpr, stream):
 
 
 @cute.jit
-def copy_of(mCodes: cute.Tensor, mPacked: cute.Tensor, row: Int32, dims: cutlass.Constexpr):
-    """The copy of codes that is row `row` of `packed`, as they are: [experts, rows, bytes]."""
-    address = mPacked.iterator.toint() + Int64(row) * (4 * code_words(dims))
-    pointer = cute.make_ptr(mCodes.element_type, address, cute.AddressSpace.gmem, assumed_align=128)
-    return cute.make_tensor(pointer, mCodes.layout)
-
-
-@cute.jit
 def ffn(n, t, cfg: cutlass.Constexpr, stream):
     """space.delta = output of the FFN of layer n on space.x."""
     d, space = cfg.dims, t.workspace
@@ -95,9 +82,6 @@ def ffn(n, t, cfg: cutlass.Constexpr, stream):
             which = bits_before(mask(d.ffn, "E"), n, d.layers)
             layers = members(d.ffn, "E")
             w = pick_layer([t.weights.layers[k] for k in layers], which, moe_weights(d))
-            if cutlass.const_expr(packed_of(cfg)):
-                for e, name in enumerate(EXPERT_CODES):
-                    setattr(w, name, copy_of(getattr(w, name), space.packed, 3 * which + e, d))
             remote = [t.inputs.remote.layers[k] for k in layers] if sharded else None
             send = [numbered(t.outputs.send.layers, k) for k in layers] if sharded else None
             ids = t.outputs.ids[which, None, None]
@@ -105,7 +89,7 @@ def ffn(n, t, cfg: cutlass.Constexpr, stream):
             moe_ffn(space.x, w, exchange, ids, space.delta, space, cfg, stream)
 
 
-def chain_workspace(dims, cfg):
+def workspace(dims, cfg):
     if dims.gpus > 1:
         raise ValueError(f"{dims.gpus} GPUs: this chain exchanges nothing itself")
     wide = ("bf16", (dims.rows, dims.hidden), "undefined", "step")
@@ -119,7 +103,3 @@ def chain_workspace(dims, cfg):
     if "D" in dims.ffn:
         found["dense_hidden"] = ("bf16", (dims.rows, dims.dense_dim), "undefined", "step")
     return found
-
-
-def workspace(dims, cfg):
-    return chain_workspace(dims, cfg)

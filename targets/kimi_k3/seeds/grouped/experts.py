@@ -83,7 +83,7 @@ def up_sums(
                             into[0][None, None, half, t],
                             into[1][None, None, half, t],
                             into[2],
-                            op,
+                            op.nv,
                         )
             if step + op.warps * op.ring < op.steps:
                 load_step(w, at, step + op.warps * op.ring, into, op)
@@ -226,7 +226,7 @@ def down_tiles(
                     for step in cutlass.range_constexpr(op.steps):
                         times(
                             rC[None, t], into[0][None, None, step, t], into[1][None, None, step, t],
-                            rX[None, None, step], op,
+                            rX[None, None, step], op.nv,
                         )  # fmt: skip
             if turn + 1 < op.turns:
                 load_w2(w, expert, at + op.ring * unit, into, op)

@@ -15,14 +15,7 @@ from targets.kimi_k3.seeds.grouped.product_kernel import Output
 from targets.kimi_k3.seeds.grouped.slots import Slots, slots_kernel
 from targets.kimi_k3.seeds.latent_moe import Remote, nv_of
 from targets.kimi_k3.seeds.latent_moe_codes import Codes
-from targets.kimi_k3.seeds.persistent.tile_pack import copies_fit
 from targets.kimi_k3.seeds.router import topk_kernel, topk_shape
-
-
-def packed_of(cfg):
-    """Whether codes come from copies, which the chains have whose tunables say so, and there is room for."""
-    wanted = bool(getattr(cfg, "packed", 0)) and "E" in cfg.dims.ffn
-    return wanted and not nv_of(cfg.dims) and copies_fit(cfg.dims)
 
 
 def grouping(dims):
@@ -39,18 +32,7 @@ def up_shape(cfg):
     steps = -(-d.latent // 128)
     warps = min(cfg.up_warps, steps)
     ring = min(cfg.up_ring, -(-steps // warps))
-    return Tiling(
-        d.topk,
-        d.expert_dim,
-        d.latent // 32,
-        warps,
-        tile,
-        ring,
-        1,
-        cfg.pdl,
-        nv_of(d),
-        packed_of(cfg),
-    )
+    return Tiling(d.topk, d.expert_dim, d.latent // 32, warps, tile, ring, 1, cfg.pdl, nv_of(d))
 
 
 def down_shape(cfg):
@@ -61,7 +43,7 @@ def down_shape(cfg):
     ring = divisor_below(units // warps, cfg.down_ring)
     turns = divisor_below(units // warps // ring, cfg.down_turns)
     return Tiling(
-        d.topk, d.latent, d.expert_dim // 32, warps, 1, ring, turns, cfg.pdl, nv_of(d), packed_of(cfg),
+        d.topk, d.latent, d.expert_dim // 32, warps, 1, ring, turns, cfg.pdl, nv_of(d)
     )  # fmt: skip
 
 

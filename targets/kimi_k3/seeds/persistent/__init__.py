@@ -23,14 +23,12 @@ _ENTRIES = {
     "kda": "persistent.kda_chain",
     "latent-moe-grouped": "grouped.latent_moe",
     "decode-grouped": "grouped.decode",
-    "decode-packed": "grouped.packed_decode",
 }
 _GROUPED = {"latent_moe": "grouped.moe", "gemv": "grouped.product"}
 _INSTEAD = {
     "decode": {"common": "persistent.brief"},
     "latent-moe-grouped": _GROUPED,
     "decode-grouped": {"decode": "grouped.decode", **_GROUPED},
-    "decode-packed": {"decode": "grouped.decode", **_GROUPED},
 }
 """By part: modules whose definitions stand in for those of the same names in another."""
 _RENAMED = {"decode-rows": {("persistent.mla_attend", "weigh"): "weigh_values"}}
