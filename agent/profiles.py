@@ -10,17 +10,22 @@ from sandbox.verdict import Status, Verdict
 
 
 def profiled(queries: Queries, row: Mapping[str, Any]) -> Verdict | None:
-    """The candidate's last verdict with times by kernel, else its last one; None before the first. What came in as
-    evidence, from whatever host, comes after all others."""
+    """Of the candidate's verdicts with times by kernel the last one, from the device kind of the one that stands and
+    with marks rather than without; the one that stands if there is none, or if it did not pass; None before the first.
+    """
     if not row["blob"]:
         return None
-    last = queries.workspace.verdict(row["blob"])
-    if last.status is not Status.PASSED:
-        return last
-    rows = sorted(queries.verdicts(row["id"]), key=lambda v: v["origin"] != "imported")
-    for earlier in reversed(rows):
-        if earlier["artifact"] == row["artifact"]:
-            verdict = queries.workspace.verdict(earlier["blob"])
-            if verdict.profile.get("kernels"):
-                return verdict
-    return last
+    stands = queries.workspace.verdict(row["blob"])
+    if stands.status is not Status.PASSED:
+        return stands
+    found = [
+        queries.workspace.verdict(v["blob"])
+        for v in queries.verdicts(row["id"])
+        if v["artifact"] == row["artifact"]
+    ]
+    found = [v for v in reversed(found) if v.profile.get("kernels")]
+
+    def fitting(v: Verdict) -> tuple[bool, bool]:
+        return v.device.get("kind") == stands.device.get("kind"), "timeline" in v.profile
+
+    return max(found, key=fitting, default=stands)

@@ -133,7 +133,8 @@ def _candidate(queries: Queries, row: Mapping[str, Any], files: dict[str, bytes]
     device: dict[str, Any] = {}
     for n, judged in enumerate(queries.verdicts(row["id"])):
         verdict = queries.workspace.verdict(judged["blob"])
-        device = dict(verdict.device) or device
+        if judged["blob"] == row["blob"]:  # what its times are from
+            device = dict(verdict.device)
         names.append(f"verdicts/{seq}-{verdict.tier}-{n}.json")
         files[names[-1]] = _pretty(verdict.to_json())
     seen = profiled(queries, row)

@@ -14,7 +14,7 @@ from agent.store.database import connect
 from agent.store.store import Store
 from agent.types import Tried
 from agent.workspace import Workspace
-from sandbox.verdict import Verdict
+from sandbox.verdict import Tier, Verdict
 
 
 class NotFound(LookupError):
@@ -65,8 +65,8 @@ class Queries:
         return found[0]
 
     def candidates(self, run: str) -> list[dict[str, Any]]:
-        """In order of `seq`, each with the first measurement of its last verdict; one that came in as evidence beside
-        what the run waited for counts only where there is no other."""
+        """In order of `seq`, each with the first measurement of its last verdict. Of evidence that came in beside what
+        the run waited for, one that passed and timed nothing, or at a lower tier, does not stand for the others."""
         return self.rows(
             """
             select c.*, p.seq as parent_seq, m.us, m.us_per_layer, m.kind, m.launches,
@@ -78,11 +78,16 @@ class Queries:
             left join candidates p on p.id = c.parent
             left join verdicts v on v.id = (select id from verdicts
               where candidate = c.id and (artifact is c.artifact)
-              order by origin = 'imported', id desc limit 1)
+              order by origin = 'imported' and status = 'passed' and (
+                not exists (select 1 from measurements where verdict = verdicts.id)
+                or instr(:tiers, tier) < (select max(instr(:tiers, tier)) from verdicts o
+                  where o.candidate = verdicts.candidate and (o.artifact is verdicts.artifact)
+                    and o.origin <> 'imported')
+              ), id desc limit 1)
             left join measurements m on m.id = (select min(id) from measurements
               where verdict = v.id)
             where c.run = :run order by c.seq""",
-            {"run": run},
+            {"run": run, "tiers": " ".join(Tier)},
         )
 
     def candidate(self, name: str) -> dict[str, Any]:

@@ -177,6 +177,16 @@ def test_a_run_judged_elsewhere_is_brought_on_by_record(call: Call, tmp_path: Pa
     assert call("record", run, "t.json").exit_code == 0
     again = call("resume", run)
     assert "best: the seed" in again.stdout and "not timed" not in again.stdout
+    # but one that found it wrong does, from wherever it comes, and one at a higher tier
+    stands = lambda: json.loads(call("show", f"{run}-0", "--verdict", "--json").stdout)  # noqa: E731
+    Path("p.json").write_text(json.dumps({**verdict, "tier": "promote"}))
+    assert call("record", run, "p.json").exit_code == 0
+    assert "promote" in json.dumps(stands())
+    failed = {"rule": "x", "message": "off by one", "where": {}}
+    wrong = {**untimed, "status": "wrong", "failure": failed, "outcome": None}
+    Path("x.json").write_text(json.dumps(wrong))
+    assert call("record", run, "x.json").exit_code == 0
+    assert "off by one" in json.dumps(stands())
 
 
 def test_judge_runs_no_file_that_only_the_artifact_names(call: Call, tmp_path: Path) -> None:

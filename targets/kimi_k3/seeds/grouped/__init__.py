@@ -1,4 +1,4 @@
-"""Kimi K3 for many tokens, one launch per operation: each weight is read once for all tokens that want it.
+"""Kimi K3 for many tokens, one launch per operation: each weight is read for many tokens at once.
 
 Routed experts run over a list of (expert, up to eight pairs), dense products over tiles of sixteen rows and all tokens.
 What is not here is the seeds'; `persistent.source` bundles both. Nothing here imports CuTe DSL.

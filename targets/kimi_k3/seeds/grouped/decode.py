@@ -1,7 +1,8 @@
 """One decode step of one tensor-parallel rank through a run of Kimi K3 layers for many tokens, a launch per operation.
 
-The seed's chain, in which each weight is read once for all tokens that want it: routed experts run over pairs grouped
-by expert, dense products over all tokens, products of the same x and what need not wait for each other share a launch.
+The seed's chain, in which each weight is read for many tokens at once: routed experts run over pairs grouped by expert,
+up to eight together, dense products over all tokens; products of the same x and what need not wait for each other share
+a launch.
 """
 
 import cutlass

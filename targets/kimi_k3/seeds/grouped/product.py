@@ -1,4 +1,4 @@
-"""Products y = x W^T for many rows in place of the seed's `gemv`: each weight is read once for all tokens.
+"""Products y = x W^T for many rows in place of the seed's `gemv`: a weight is read once for all tokens of a CTA.
 
 The latter reads a weight again for every eight tokens; here a CTA multiplies its rows of W with all of them, unless a
 product has too few rows to fill the device, when CTAs share the tokens too.

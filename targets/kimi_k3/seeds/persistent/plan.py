@@ -23,9 +23,9 @@ class Op:
     ring holds of it, experts' units; 0: as `in_flight`.
     idle: while MLA waits, memory brings o_proj (1), and the front of the FFN too (2), into L2, a little at a time.
     couples: pairs of rows in hand where a stage has many; then, where it has two, it is given back before its product.
-    missing: CTAs that may not have hinted yet when boxes are looked into: what is in a box says so itself, and nobody
-    gets a layer ahead of another, since each half of a layer takes columns that every CTA makes. kept: the prefix, and
-    the bank's rows if `bank` and there is room, stay in shared memory.
+    missing: CTAs that may not have hinted yet when boxes are looked into (the tunable is of 132, rounded down): what is
+    in a box says so itself, and nobody gets a layer ahead of another, since each half of a layer takes columns that
+    every CTA makes. kept: the prefix, and the bank's rows if `bank` and there is room, stay in shared memory.
     Of MLA: narrow: CTAs send their pages' attention as it is, in f16 (a latent beyond 65504 would not fit), else its
     sums in f32. spread: eight lanes share a column of sums over groups of threads, else one thread has it. brisk:
     scores in two chains of products, a barrier less a page.
