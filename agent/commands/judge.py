@@ -167,7 +167,8 @@ def record(run: str, files: tuple[Path, ...], db: Path, as_json: bool) -> int:
     """Bring in verdicts judged on another host, matched by artifact hash.
 
     A verdict that the run is waiting for lets `kernelgen resume RUN` go on. A further verdict of an
-    artifact that the run has already judged is kept beside the first, as evidence.
+    artifact that the run has already judged is kept beside the first, as evidence: shown in its place
+    if the kernel did not pass, or was timed at the same tier or a higher one.
 
     \b
     Examples:

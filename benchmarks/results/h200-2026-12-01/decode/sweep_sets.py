@@ -1,5 +1,5 @@
-"""Times of several artifacts of one workload on the same weights; outputs compared with the first one's."""
-import json, sys, time
+"""`sweep.py` of h200-2026-11-30, REPS times, shuffled, with scratch at three sets of addresses in turn. From the root."""
+import json, os, random, sys, time
 from pathlib import Path
 from statistics import median
 sys.path.insert(0, "benchmarks")
@@ -14,13 +14,11 @@ def main():
     device = CudaDevice.open(); clock = CudaClock(device)
     folders = [Path(a) for a in sys.argv[1:]]
     bench = None; first = None; art = None
-    import random as _r
-    _r.seed(1)
-    reps = int(__import__("os").environ.get("REPS", "1"))
+    random.seed(1)
     rest = []
-    for k in range(reps):
-        o = list(folders); _r.shuffle(o); rest += [(x, k) for x in o]
-    pool_ = {}; turn_ = -1
+    for k in range(int(os.environ.get("REPS", "1"))):
+        rest += [(x, k) for x in random.sample(folders, len(folders))]
+    pool_ = {}
     for f, turn_ in [(folders[0], 0)] + rest:
         begin = time.perf_counter()
         try:

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32
 
 from targets.kimi_k3.seeds.latent_moe_codes import scale_word, scale_words
 from targets.kimi_k3.seeds.persistent.row_products import mma_rows
+from targets.kimi_k3.seeds.persistent.tile_codes import spread
 
 
 @dataclass(frozen=True)
@@ -39,31 +40,6 @@ class Tiling:
 
 
 @cute.jit
-def widened(word: Uint32, scale: Uint32):
-    """What `expand` makes of eight codes, in fewer operations of the integer pipe, which many rows of experts fill.
-
-    A product by 2^6 + 2^12 puts a code's magnitude and its sign where they belong, and both once where the mask has
-    nothing.
-    """
-    return cute.arch.inline_ptx(
-        """{
-        .reg .b32 m, s;
-        shr.u32 s, {$r0}, 8;
-        and.b32 m, {$r0}, 0x000F000F;  mul.lo.u32 m, m, 4160;
-        and.b32 m, m, 0x81C081C0;      mul.rn.bf16x2 {$w0}, m, {$r1};
-        and.b32 m, {$r0}, 0x00F000F0;  mul.lo.u32 m, m, 260;
-        and.b32 m, m, 0x81C081C0;      mul.rn.bf16x2 {$w1}, m, {$r1};
-        and.b32 m, s, 0x000F000F;      mul.lo.u32 m, m, 4160;
-        and.b32 m, m, 0x81C081C0;      mul.rn.bf16x2 {$w2}, m, {$r1};
-        and.b32 m, s, 0x00F000F0;      mul.lo.u32 m, m, 260;
-        and.b32 m, m, 0x81C081C0;      mul.rn.bf16x2 {$w3}, m, {$r1};
-        }""",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[word, scale],
-    )
-
-
-@cute.jit
 def times(
     rC: cute.Tensor, rCode: cute.Tensor, rScale: cute.Tensor, rX: cute.Tensor, nv: cutlass.Constexpr
 ):
@@ -71,12 +47,12 @@ def times(
     if cutlass.const_expr(nv):
         a, b = scale_words(rScale[0, 0]), scale_words(rScale[0, 1])
         for i in cutlass.range_constexpr(4):
-            two = tuple(widened(rCode[i, r], (a, b)[r][i // 2]) for r in range(2))
+            two = tuple(spread(rCode[i, r], (a, b)[r][i // 2]) for r in range(2))
             mma_rows(rC, *two, rX[None, i])
     else:
         a, b = scale_word(rScale[0, 0]), scale_word(rScale[0, 1])
         for i in cutlass.range(4, unroll_full=True):
-            mma_rows(rC, widened(rCode[i, 0], a), widened(rCode[i, 1], b), rX[None, i])
+            mma_rows(rC, spread(rCode[i, 0], a), spread(rCode[i, 1], b), rX[None, i])
 
 
 @cute.jit

@@ -2,7 +2,8 @@
 
 The seed's chain, in which each weight is read for many tokens at once: routed experts run over pairs grouped by expert,
 up to eight together, dense products over all tokens; products of the same x and what need not wait for each other share
-a launch.
+a launch. `attention` and `ffn` are the seed's but for the exchange between GPUs, whose kernels the candidate would
+carry for nothing.
 """
 
 import cutlass

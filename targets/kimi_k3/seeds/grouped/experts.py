@@ -147,6 +147,7 @@ def grouped_up_kernel(
         up_sums(gX, w, mList, entry, sC, op)
         cute.arch.sync_threads()
         store_hidden(sC, w, mList, entry, mH, op)
+        # lanes have parted in its loop
         cute.arch.sync_warp()
         cute.arch.sync_threads()
         entry += every
@@ -251,5 +252,6 @@ def grouped_down_kernel(
     while expert >= 0:
         expert = mList[entry + every, 0]
         down_tiles(gX, w, mList, entry, gY, op)
+        # lanes without a pair have parted
         cute.arch.sync_warp()
         entry += every

@@ -1,4 +1,4 @@
-"""The latent MoE FFN of one layer for many tokens: a weight is read once for all tokens that want it.
+"""The latent MoE FFN of one layer for many tokens: a weight is read for many of them at once.
 
 Pairs of tokens and slots are grouped by expert, eight at most to a product of an expert's codes made bf16.
 """

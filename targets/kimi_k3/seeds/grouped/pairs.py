@@ -138,6 +138,7 @@ def list_pairs(mIds: cute.Tensor, mList: cute.Tensor, op: cutlass.Constexpr):
                 mList[at, 0] = e
                 mList[at, 1] = n - first if n - first < TOGETHER else Int32(TOGETHER)
                 at += 1
+    # lanes have parted in the loop over an expert's tokens
     cute.arch.sync_warp()
     cute.arch.sync_threads()
     for i in cutlass.range(total + tid, op.entries + op.usual, op.threads, unroll=1):
